@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -73,6 +74,23 @@ def test_I7_prune_of_a_dead_root_never_takes_the_latest(tmp_path, capsys):
     said(capsys, *args, "--apply")
     assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == ["iter_0000030"]
     assert said(capsys, *args, "--apply") == "nothing to prune: everything is kept\n"
+
+
+def test_multiples_are_kept_by_a_prune_of_a_dead_root(tmp_path, capsys):
+    """Catches: an option of two that is not looked at."""
+    real_root(tmp_path, *range(10, 70, 10))
+    args = ("prune", "--dry-run", "--keep-every", "20", "-r", tmp_path)
+    assert said(capsys, *args) == "would prune: 10, 30, 50\n"
+    assert said(capsys, *args, "--keep-latest", "2") == "would prune: 10, 30\n"
+
+
+def test_a_living_owner_prunes_by_no_policy_of_a_person(living, tmp_path, capsys):
+    """Catches: a person who believes that the job used the policy of the command."""
+    for which in ("--dry-run", "--apply"):
+        status, out, err = ran(capsys, "prune", which, "--keep-latest", "1", "-r", tmp_path)
+        assert (status, out) == (2, "") and "the policy of its trainer" in err
+    living.coordinator.tick()
+    assert steps(living) == [10, 20, 30]
 
 
 def test_a_dry_run_on_a_dead_root_uses_the_recorded_policy(tmp_path, capsys):
@@ -453,6 +471,29 @@ def test_a_lease_keeps_a_step_while_the_command_runs(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
     assert said(capsys, "lease", "10", "--ttl", "0", "-r", tmp_path) == f"{tmp_path}/iter_0000010\n"
     assert not list((tmp_path / ".ckptfsm/readers").iterdir())
+
+
+class Sleeps(SimClock):
+    """Time of a command that holds a lease: the files of leases are kept at each sleep."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root, self.seen = root, []
+
+    def sleep(self, seconds: float) -> None:
+        (lease,) = (self.root / ".ckptfsm/readers").iterdir()
+        self.seen.append((seconds, lease.read_bytes()))
+        super().sleep(seconds)
+
+
+def test_a_lease_is_renewed_while_the_command_runs(tmp_path, capsys, monkeypatch):
+    """Catches: a lease that expires after the job's reader timeout, below a command that runs."""
+    real_root(tmp_path, 10, 20)
+    clock = Sleeps(tmp_path)
+    monkeypatch.setattr(changing, "time", clock)
+    said(capsys, "lease", "10", "--ttl", "150", "-r", tmp_path)
+    assert [seconds for seconds, _ in clock.seen] == [60, 60, 30]
+    assert len({content for _, content in clock.seen}) == 3
 
 
 @pytest.mark.parametrize(

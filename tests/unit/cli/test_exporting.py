@@ -46,7 +46,9 @@ def test_I2_a_page_over_the_tracker_or_into_a_checkpoint_is_refused(name, tmp_pa
 def test_the_trace_has_a_slice_for_each_state(tmp_path, capsys):
     root = real_root(tmp_path / "root", 10, 20, 30, retention=LatestN(2))
     file = tmp_path / "trace.json"
-    assert "all moves are rows of the table" in said(capsys, "trace", "-r", root, "-o", file)
+    told = said(capsys, "trace", "-r", root)
+    assert "all moves are rows of the table" in told and list(tmp_path.iterdir()) == [root]
+    assert said(capsys, "trace", "-r", root, "-o", file) == told
     events = json.loads(file.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     first = next(tid for tid, name in names.items() if name.startswith("step 10 "))

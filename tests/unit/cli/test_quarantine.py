@@ -16,10 +16,10 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import quarantine
-from ckptfsm.coordinator.admitting import admit
+from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.errors import OutcomeUnknown
-from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.layout import MEGATRON, TRACKER
 from ckptfsm.disk.inspection import inspect_published, read_tracker
 from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.testing.harness import FIRST, FakeJob
@@ -225,6 +225,45 @@ def test_adopt_leaves_a_directory_where_it_is_that_no_loader_takes(tmp_path, cap
     assert (tmp_path / "iter_0000040").exists()
 
 
+def test_adopt_gives_a_directory_back_if_a_job_starts_meanwhile(tmp_path, capsys, monkeypatch):
+    """Catches: a directory of another place that is left in a root under a name of no step."""
+    root = real_root(tmp_path / "root", 10)
+    stock(tmp_path / "iter_0000040")
+    began: list[FakeJob] = []
+
+    def and_begin(*given):
+        judge(*given)
+        began.append(real_job(root))
+
+    monkeypatch.setattr(quarantine, "judge", and_begin)
+    status, _, err = ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)
+    assert status == 3 and "root_busy" in err
+    assert (tmp_path / "iter_0000040/.metadata").exists()
+    assert not list(root.glob("adopt-*"))
+    began[0].close()
+
+
+def test_adopt_puts_nothing_over_what_stands_at_its_place_in_the_root(tmp_path, capsys):
+    """Catches: a rename over an empty directory, or an error of the system without a way out."""
+    root = real_root(tmp_path / "root", 10)
+    stock(tmp_path / "iter_0000040")
+    (root / "adopt-iter_0000040").mkdir()
+    status, _, err = ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)
+    assert status == 2 and "copy it to" in err
+    assert (tmp_path / "iter_0000040/.metadata").exists()
+
+
+def test_adopt_helps_a_root_that_has_nothing_to_resume_from(tmp_path, capsys):
+    """Catches: a person with a good copy, whom the damage of the last checkpoint keeps out."""
+    root = real_root(tmp_path / "root", 10)
+    (root / "iter_0000010/.metadata").unlink()
+    stock(tmp_path / "iter_0000040")
+    out = said(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)
+    assert out.startswith("no checkpoint is in service: ")
+    assert "step 40 is in service; the latest is step 40" in out
+    assert latest(capsys, root) == "A start would resume from step 40."
+
+
 def test_I1_adopt_takes_no_checkpoint_away_from_another_root(tmp_path, capsys):
     """Catches: the latest checkpoint of a job that is moved to another job's root."""
     root = real_root(tmp_path / "root", 10)
@@ -247,9 +286,8 @@ def test_I1_adopt_gives_no_other_step_to_a_checkpoint_or_a_part_of_it(source, tm
     assert (root / source).exists() and not (root / "iter_0000050").exists()
 
 
-def test_adopt_completes_an_interrupted_rollback_first(tmp_path, capsys, monkeypatch):
-    """Catches: a root that no job can open, because the tracker was moved in the midst of a rollback."""
-    root = tmp_path / "root"
+def half_rolled_back(root, monkeypatch) -> None:
+    """Leave a root whose rollback to step 10 was interrupted."""
     job = real_job(root)
     for step in (10, 20):
         job.save(step)
@@ -258,6 +296,25 @@ def test_adopt_completes_an_interrupted_rollback_first(tmp_path, capsys, monkeyp
         with pytest.raises(OutcomeUnknown):
             job.coordinator.rollback(10)
     crashed(job)
+
+
+def test_adopt_refuses_a_step_that_was_saved_in_the_midst_of_a_rollback(
+    tmp_path, capsys, monkeypatch
+):
+    """Catches: a refused start that is taken for a root without a checkpoint, and gone over."""
+    root = tmp_path / "root"
+    half_rolled_back(root, monkeypatch)
+    stock(root / "iter_0000040")
+    (root / TRACKER).write_text("40")
+    status, out, err = ran(capsys, "adopt", "iter_0000040", "-r", root)
+    assert (status, out) == (1, "") and "a rollback was interrupted" in err
+    assert (root / "iter_0000040/.metadata").exists() and (root / TRACKER).read_text() == "40"
+
+
+def test_adopt_completes_an_interrupted_rollback_first(tmp_path, capsys, monkeypatch):
+    """Catches: a root that no job can open, because the tracker was moved in the midst of a rollback."""
+    root = tmp_path / "root"
+    half_rolled_back(root, monkeypatch)
     stock(root / "iter_0000040")
     said(capsys, "adopt", "iter_0000040", "-r", root)
     assert latest(capsys, root) == "A start would resume from step 40."

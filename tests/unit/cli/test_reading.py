@@ -13,6 +13,8 @@ from cli_runs import ran, said
 from real_roots import crashed, real_job, real_root
 from strangers import newer_files
 
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import main
 from ckptfsm.core.documents import JobRecord, JobState
@@ -25,6 +27,7 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.disk.job_records import begin_records, put_record
+from ckptfsm.testing.harness import FakeJob
 from ckptfsm.views import reading
 
 
@@ -237,6 +240,26 @@ def test_log_tells_each_transition_once_and_in_order(tmp_path, capsys):
     assert len(only) == 5 and all("step 20 " in line for line in only)
 
 
+def test_a_log_that_follows_tells_new_records_alone(tmp_path, capsys, monkeypatch):
+    """Catches: records that come twice, or not before the next start of the command."""
+    job = real_job(tmp_path)
+    job.save(10)
+    told: list[str] = []
+
+    def save_and_end(seconds):
+        told.append(capsys.readouterr().out)
+        if len(told) == 2:
+            os.kill(os.getpid(), SIGINT)
+        job.save(20)
+
+    monkeypatch.setattr("ckptfsm.cli.reading.time.sleep", save_and_end)
+    assert ran(capsys, "log", "--follow", "-r", tmp_path)[0] == 130
+    assert ["step 10 " in each for each in told] == [True, False]
+    assert ["step 20 " in each for each in told] == [False, True]
+    assert told[1].count("shards_written -> finalized]") == 1
+    job.close()
+
+
 def test_explain_tells_the_reason_and_the_way_to_end_it(tmp_path, capsys):
     job = real_job(tmp_path)
     for step in (10, 20):
@@ -375,6 +398,18 @@ def test_explain_resume_of_a_living_root_says_that_a_start_would_be_refused(tmp_
     job.close()
 
 
+def test_explain_resume_says_that_an_owner_on_another_host_may_live(tmp_path, capsys):
+    """Catches: a start that is promised on a login node, while a job on another host goes on."""
+    elsewhere = this_process()._replace(host="elsewhere")
+    job = FakeJob(PosixStorage(tmp_path), identity=elsewhere, clock=SystemClock())
+    job.open()
+    job.save(10)
+    crashed(job)
+    first, *rest = said(capsys, "explain", "--resume", "-r", tmp_path).splitlines()
+    assert first.startswith("This holds if the owner has ended: ") and "elsewhere" in first
+    assert rest[0] == "A start would resume from step 10."
+
+
 @pytest.mark.parametrize(
     "command",
     (
@@ -403,6 +438,7 @@ def test_F32_reading_changes_nothing(command, tmp_path, capsys):
         (("show", "99", "-r", "{root}"), 2, "no step 99"),
         (("explain", "-r", "{root}"), 2, "give a step, or --resume"),
         (("explain", "x", "-r", "{root}"), 2, "x"),
+        (("explain", "99", "-r", "{root}"), 2, "no step 99"),
         (("nothing",), 2, "nothing"),
     ),
 )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from cli_runs import said
+from cli_runs import ran, said
 from packaging.requirements import Requirement
 from real_roots import real_root
 
-from ckptfsm.cli import app
+from ckptfsm.cli import app, demo_command
 from ckptfsm.core.parts import PartSpec
+from ckptfsm.demo import run as run_of_demo
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -143,3 +146,52 @@ def test_the_statuses_of_the_page_are_those_of_the_module():
     told = page.splitlines()[2:7]
     table = [line.replace("``", "`") for line in (app.__doc__ or "").splitlines()]
     assert [line for line in table if line.startswith("| ") and line[2].isdigit()] == told
+
+
+def test_without_its_packages_the_command_line_tells_how_to_get_them(capsys, monkeypatch):
+    """Catches: a traceback for a person who installed ckptfsm without the extra."""
+    monkeypatch.delitem(sys.modules, "ckptfsm.cli.app")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    status, out, err = ran(capsys, "ls")
+    assert (status, out) == (2, "") and "pip install 'ckptfsm[cli]'" in err
+
+
+def test_a_module_of_the_library_that_is_missing_is_no_missing_extra(capsys, monkeypatch):
+    """Catches: a broken installation that is answered with advice that cannot help."""
+    monkeypatch.delitem(sys.modules, "ckptfsm.cli.app")
+    monkeypatch.setitem(sys.modules, "ckptfsm.core.errors", None)
+    with pytest.raises(ModuleNotFoundError, match="ckptfsm.core.errors"):
+        ran(capsys, "ls")
+
+
+def test_the_package_of_commands_runs_as_a_module(tmp_path, capsys, monkeypatch):
+    """Catches: ``python -m ckptfsm.cli`` that loses the arguments or the exit status."""
+    monkeypatch.setattr(sys, "argv", ["ckptfsm", "show", "99", "-r", str(real_root(tmp_path, 10))])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("ckptfsm.cli", run_name="__main__")
+    assert ended.value.code == app.BAD_CALL and "no step 99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", (0, 1))
+def test_the_demo_gets_the_options_and_gives_its_status(status, tmp_path, capsys, monkeypatch):
+    """Catches: two options that are swapped, a failed check with status 0."""
+    given: list[run_of_demo.DemoOptions] = []
+
+    def run_demo(options):
+        given.append(options)
+        return status
+
+    monkeypatch.setattr(demo_command, "require", lambda *packages, extra: None)
+    monkeypatch.setattr(run_of_demo, "run_demo", run_demo)
+    options = ("--steps", 12, "--ranks", 4, "--tp", 1, "--save-every", 3, "--keep", 6)
+    assert ran(capsys, "demo", *options, "--root", tmp_path) == (status, "", "")
+    assert given == [
+        run_of_demo.DemoOptions(steps=12, ranks=4, tp=1, save_every=3, keep=6, root=tmp_path)
+    ]
+
+
+def test_a_demo_that_failed_says_why_and_has_status_1(capsys, monkeypatch):
+    monkeypatch.setattr(demo_command, "require", lambda *packages, extra: None)
+    failed = Mock(side_effect=run_of_demo.DemoFailed("the losses differ"))
+    monkeypatch.setattr(run_of_demo, "run_demo", failed)
+    assert ran(capsys, "demo") == (1, "", "FAILED: the losses differ\n")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import Mock
 
 import pytest
+from cli_runs import ran
+from real_roots import real_root
 
 from ckptfsm.cli.examining import lines_of
-from ckptfsm.cli.terminal import folded
+from ckptfsm.cli.terminal import folded, put
 from ckptfsm.core import findings
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership, TrackerEvidence
@@ -16,6 +19,7 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.rollback import Intent
 
 WIDTH = 80
+CLEAR = "\x1b[H\x1b[2J"
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,36 @@ def test_the_newest_of_the_quarantine_is_offered_where_nothing_else_is_left():
     assert "    do: put a good copy back, or: ckptfsm quarantine restore 100.e1.a2" in lines_of(
         examine(facts)
     )
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """A terminal of 40 columns with colour, as other programs are told of it, too."""
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "40"), ("LINES", "24")):
+        monkeypatch.setenv(name, value)
+
+
+def test_a_terminal_shows_states_in_colour_and_folds_long_lines(forced, capsys, monkeypatch):
+    """Catches: colour in the midst of a word, folds that count the letters of a colour."""
+    put(["10 tracked", f"{'failed ' * 5}again and untracked"])
+    green, red, end = "\x1b[32m", "\x1b[31m", "\x1b[0m"
+    failed = " ".join([f"{red}failed{end}"] * 5)
+    shown = [f"10 {green}tracked{end}", f"{failed} again", "    and untracked"]
+    assert capsys.readouterr().out.splitlines() == shown
+    monkeypatch.setenv("NO_COLOR", "1")
+    put(["10 tracked"])
+    assert capsys.readouterr().out == "10 tracked\n"
+
+
+def test_a_list_that_is_watched_begins_a_new_screen(forced, tmp_path, capsys, monkeypatch):
+    """Catches: lists below each other, or a screen of letters where output goes into a file."""
+    real_root(tmp_path, 10)
+    ended = Mock(side_effect=[None, KeyboardInterrupt])
+    monkeypatch.setattr("ckptfsm.cli.reading.time.sleep", ended)
+    status, out, _ = ran(capsys, "ls", "--watch", "1", "-r", tmp_path)
+    assert status == 130 and out.startswith(CLEAR) and out.count(CLEAR) == 2
+    monkeypatch.delenv("FORCE_COLOR")
+    ended.side_effect = KeyboardInterrupt
+    assert "\x1b" not in ran(capsys, "ls", "--watch", "1", "-r", tmp_path)[1]

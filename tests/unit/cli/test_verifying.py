@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import ClassVar
 
 import pytest
 from cli_runs import ran, said
 from real_roots import real_job, real_root
+from rich.progress import Progress
+from strangers import newer_files
 
+from ckptfsm.cli import verifying
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk import verification
 
@@ -133,3 +137,43 @@ def test_a_root_without_a_tracked_checkpoint_has_nothing_to_verify(tmp_path, cap
     real_root(tmp_path)
     status, _, err = ran(capsys, "verify", "-r", tmp_path)
     assert status == 2 and "no checkpoint of this root is tracked" in err
+
+
+class Bars(Progress):
+    """Keeps the state of each bar at its end."""
+
+    ended: ClassVar[list[tuple[str, float, float | None]]] = []
+
+    def remove_task(self, task_id):
+        task = self._tasks[task_id]
+        self.ended.append((task.description, task.completed, task.total))
+        super().remove_task(task_id)
+
+
+def test_a_bar_on_a_terminal_reaches_its_end_for_each_step(root, capsys, monkeypatch):
+    """Catches: a bar that stands still, counts another total, or stays on the screen."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(verifying, "Progress", Bars)
+    monkeypatch.setattr(Bars, "ended", [])
+    status, _, err = ran(capsys, "verify", "--all", "-r", root)
+    assert status == 0 and "\x1b[" in err
+    sizes = {step: _bytes_of(root / f"iter_00000{step}") for step in (20, 10)}
+    assert Bars.ended == [(f"step {step}", size, size) for step, size in sizes.items()]
+
+
+def _bytes_of(directory) -> int:
+    """The bytes of all files that the manifest names."""
+    manifest = json.loads((directory / ".ckptfsm/manifest.json").read_text())
+    return sum((directory / file["name"]).stat().st_size for file in manifest["files"])
+
+
+def test_without_a_manifest_the_form_alone_is_judged(tmp_path, capsys):
+    """Catches: 'good' of a stock trainer's checkpoint, as if its content had been compared."""
+    root = real_root(tmp_path, 10, parts=TREE)
+    stock = root / "iter_0000040"
+    stock.mkdir()
+    for name, data in newer_files().items():
+        (stock / name).write_bytes(data)
+    said(capsys, "adopt", "iter_0000040", "-r", root)
+    told = said(capsys, "verify", "-r", root)
+    assert told == "step 40: good in form, 4 files; without a manifest no digest is known\n"
