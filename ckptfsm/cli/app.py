@@ -5,7 +5,7 @@
 | 0 | done; ``doctor``: nothing is broken |
 | 1 | something is broken, so that a start cannot repair it, or the command could not do its work |
 | 2 | bad arguments, or a directory that is no root |
-| 3 | refused: a living owner, or a rule that keeps a checkpoint |
+| 3 | refused: a living owner, or a rule that keeps a checkpoint; or the outcome is not known |
 | 130 | ended by Ctrl-C |
 
 Rules: commands that read take no lock and write nothing. Names from disk are printed without
@@ -27,6 +27,7 @@ from typer.main import get_group
 from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
+    OutcomeUnknown,
     RootBusy,
     SaveRefused,
     StepNotFoundError,
@@ -113,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _status_of(error: Exception) -> int:
-    if isinstance(error, (RootBusy, SaveRefused)):
+    if isinstance(error, (RootBusy, SaveRefused, OutcomeUnknown)):
         return REFUSED
     missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     return BAD_CALL if missing or isinstance(error, (ConfigError, StepNotFoundError)) else WRONG

@@ -324,6 +324,27 @@ def test_a_ctrl_c_after_the_owner_took_the_request_says_so(living, tmp_path, cap
     assert living.coordinator.ledger.pins == {10}
 
 
+def test_the_outcome_is_unknown_if_the_owner_dies_after_it_took_the_request(
+    tmp_path, capsys, monkeypatch
+):
+    """Catches: the status of a command that failed, after which a person asks for the same again."""
+    job = real_job(tmp_path)
+    job.save(10)
+    job.coordinator.pin(10, "paper")
+
+    def serve_and_die(seconds):
+        with monkeypatch.context() as patch:
+            patch.setattr(Inbox, "answer", Mock())
+            job.coordinator.tick()
+        crashed(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changing.time, "sleep", serve_and_die)
+        status, out, err = ran(capsys, "unpin", "10", "-r", tmp_path)
+    assert (status, out) == (3, "") and "the owner took the request" in err
+    assert "pin: paper" not in said(capsys, "ls", "-r", tmp_path), "it was carried out"
+
+
 def test_a_request_that_cannot_be_removed_is_carried_out_once(living, monkeypatch):
     send(living.storage, Asked(nonce="1" * 32, epoch=1, errand="pin", step=10))
     monkeypatch.setattr("ckptfsm.disk.inbox.remove_marker", lambda *given: True)
