@@ -354,7 +354,7 @@ PEOPLE = (
         "raise",
         breaks="I10",
         source="F31",
-        killers=("simulation", "tests:test_manager.py"),
+        killers=("tests:test_manager.py::test_F31_one_rank_fails_inside_save",),
         why="the other ranks wait in a collective",
     ),
     mutant(
