@@ -11,6 +11,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -334,6 +335,14 @@ def test_a_file_for_monitoring_asks_for_metrics_that_are_documented(name):
     assert name.endswith(".json") or re.findall(r"- alert: (\w+)", text) == told
     linked = re.findall(r"\bdocs/[\w/.-]+\.md\b", text)
     assert [link for link in linked if not (ROOT / link).is_file()] == []
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_rules():
+    """Catches: a rule with a wrong expression, which Prometheus refuses with all others."""
+    rules = DOCS / "grafana/alerts.yml"
+    judged = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
+    assert judged.returncode == 0 and "3 rules found" in judged.stdout, judged.stderr
 
 
 def test_every_setting_is_in_the_reference_with_its_meaning():
