@@ -327,30 +327,27 @@ class PosixStorage:
             os.fsync(fd)
 
     def listdir(self, path: str) -> list[str]:
-        with self._directory(path, split_path(path), changes=False) as fd:
-            # A new description: the root's has one position for all threads and forked writers.
-            # Through the root's, btrfs shows only the names of the previous listing.
-            own = os.open(".", _DIRECTORY, dir_fd=fd)
-            try:
-                return sorted(os.listdir(own))
-            finally:
-                os.close(own)
+        with self._listing(path) as fd:
+            return sorted(os.listdir(fd))
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        with self._directory(path, split_path(path), changes=False) as fd:
-            own = os.open(".", _DIRECTORY, dir_fd=fd)  # as in ``listdir``
-            try:
-                with os.scandir(own) as found:
-                    yield from _with_stats(found)
-            finally:
-                os.close(own)
+        with self._listing(path) as fd, os.scandir(fd) as found:
+            yield from _with_stats(found)
 
     def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        with self._listing(path) as fd, os.scandir(fd) as found:
+            yield from _with_kinds(found)
+
+    @contextmanager
+    def _listing(self, path: str) -> Iterator[int]:
+        """A new description of a directory: the root's has one position for all threads and forks.
+
+        Through the root's, btrfs shows only the names of the previous listing.
+        """
         with self._directory(path, split_path(path), changes=False) as fd:
-            own = os.open(".", _DIRECTORY, dir_fd=fd)  # as in ``listdir``
+            own = os.open(".", _DIRECTORY, dir_fd=fd)
             try:
-                with os.scandir(own) as found:
-                    yield from _with_kinds(found)
+                yield own
             finally:
                 os.close(own)
 
