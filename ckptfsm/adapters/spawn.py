@@ -45,6 +45,7 @@ _SEND_S = 60
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PDEATHSIG = 1
+_AUTOGROUP = Path("/proc/self/autogroup")
 _IOPRIO_BEST_EFFORT = 2 << 13
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _START = "import sys; sys.path[:0] = sys.argv[4:]; from {module} import {function}; {function}()"
@@ -267,10 +268,19 @@ def _end_with(pidfd: int, last_act: Callable[[], object] | None) -> None:
 def be_considerate(nice: int) -> None:
     """Leave processor and disk to others: ``nice``, and the last priority of the best-effort class.
 
-    Holds for the calling thread, and for the threads that it starts from now on.
+    Holds for the calling thread, and for the threads that it starts from now on. A kernel that shares
+    the processor among sessions gets ``nice`` for the whole session: there, it weighs only within one.
     """
     if nice:
         os.nice(nice)
+        _be_nice_as_session(nice)
         number = _SYS_IOPRIO_SET.get(os.uname().machine)
         if number is not None:  # a container may forbid it: the disk is then shared evenly
             _LIBC.syscall(number, 1, 0, _IOPRIO_BEST_EFFORT | 7)
+
+
+def _be_nice_as_session(nice: int) -> None:
+    """Set the weight of the session, if this process leads it: all others in it are its children."""
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):  # no such kernel, or the weight was changed just now
+            _AUTOGROUP.write_text(str(nice))

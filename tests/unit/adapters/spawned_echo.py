@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
@@ -40,7 +41,9 @@ def _answer(verb: str, value: Any, trainer: TrainersEnd, kept: list[Any]) -> Any
         thread.start()
         thread.join()
         get = {"x86_64": 252, "aarch64": 31}[os.uname().machine]
-        return os.nice(0), seen[0], ctypes.CDLL(None).syscall(get, 1, 0)
+        weight = Path("/proc/self/autogroup")
+        words = weight.read_text().split() if weight.exists() else []
+        return os.nice(0), seen[0], ctypes.CDLL(None).syscall(get, 1, 0), words[-1:]
     if verb == "session":
         return os.getsid(0)
     if verb == "start_child":
