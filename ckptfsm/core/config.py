@@ -112,9 +112,9 @@ class CheckpointConfig(BaseModel):
     )
     engine: Literal["auto", "eager", "gated", "fork"] = Field(
         default="auto",
-        description="how a save gets its copy of the state: a writer process reads it before `save` "
-        "returns (`eager`) or before `before_update` does (`gated`), or is forked (`fork`), see "
-        "[the write engine](engine.md)",
+        description="how a save gets its copy of the state: the trainer copies it before `save` returns "
+        "(`eager`), a writer process reads it before `before_update` returns (`gated`), or the writer "
+        "is forked (`fork`), see [the write engine](engine.md)",
     )
     writer_nice: Annotated[int, Field(ge=0, le=19)] = Field(
         default=10,

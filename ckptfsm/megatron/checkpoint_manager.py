@@ -158,7 +158,6 @@ def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteE
         WriteEngineSettings(
             mode=config.engine,
             nice=config.writer_nice,
-            copy_timeout_s=config.writer_timeout_s,
             twice=config.read_twice,
             imports=imports,
         )

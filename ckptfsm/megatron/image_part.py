@@ -43,14 +43,16 @@ class Held:
     device: StateCopy | None = None
     gone: bool = False
 
-    def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> None:
-        """Keep ``read``; watch the trainer's tensor if ``read`` lies in its memory."""
+    def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
+        """Keep ``read``. True if the trainer's tensor has its memory, and is watched then."""
         memory = trainers.untyped_storage()
-        if trainers.device.type == "cpu" and (
+        lent = trainers.device.type == "cpu" and (
             memory.data_ptr() <= read.data_ptr() < memory.data_ptr() + memory.nbytes()
-        ):
+        )
+        if lent:
             self.tensors.append((name, trainers, trainers.data_ptr(), version_of(trainers)))
         self.copies.append(read)
+        return lent
 
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""
@@ -75,7 +77,6 @@ def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
     copies the others now.
     """
     spec, draft, rank, planned, common_in_shard = share
-    watched = len(held.tensors)
     templates.look()
     images: list[Image] = []
     rows: list[Row] = []
@@ -106,7 +107,6 @@ def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
         tuple(rows),
         made,
         owner=tuple(held.copies),
-        lent=len(held.tensors) > watched,
         copying=held.device,
     )
 
@@ -127,13 +127,14 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     if template is None:
         return [Literal(saved(host if room is None else exact(to_host(value))))]
     address, size = host.untyped_storage().data_ptr(), template.data_bytes
-    data: Piece = Memory(address, size)
+    data: Piece
     if held.device is not None and room is not None:
         held.device.add(name, value, room, small=size < SMALL_BYTES)
+        data = Memory(address, size, lent=False)
     elif size < SMALL_BYTES:
         data = Copied(ctypes.string_at(address, size))
     else:
-        held.add(name, value, host)
+        data = Memory(address, size, lent=held.add(name, value, host))
     return [Literal(template.head), data, Tail(template.tail, template.patch)]
 
 

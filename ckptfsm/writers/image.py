@@ -58,10 +58,14 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """``size`` bytes of the trainer at ``address``: the data of one tensor."""
+    """``size`` bytes of the trainer at ``address``: the data of one tensor.
+
+    ``lent``: the trainer can change them; it cannot if they are a copy that was made for the save.
+    """
 
     address: int
     size: int
+    lent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +399,13 @@ class FromImages(PartJob, Protocol):
         ...
 
 
+def memory_of(part: FromImages) -> Iterator[Memory]:
+    """The memory of the trainer that the images of a part name."""
+    for images in part.turns:
+        for image in images:
+            yield from (piece for piece in image.pieces if isinstance(piece, Memory))
+
+
 def copying_of(parts: Sequence[PartJob]) -> Copying | None:
     """The copies that the writer of these parts waits for: one object for all parts of a save."""
     found = (part.copying for part in parts if isinstance(part, FromImages))
@@ -407,8 +418,8 @@ class ImagePart:
 
     ``made`` are directories below the step's that the images need besides the part's. ``source`` is
     set by the process that writes: the trainer's addresses mean nothing elsewhere. ``owner`` keeps the
-    memory of the images alive, in the trainer. ``lent``: the trainer can change some of that memory.
-    ``copying``: copies into some of that memory, which may be on their way.
+    memory of the images alive, in the trainer. ``copying``: copies into some of that memory, which may
+    be on their way.
     """
 
     name: str
@@ -418,7 +429,6 @@ class ImagePart:
     made: tuple[str, ...] = ()
     source: ChunkSource | None = None
     owner: object = None
-    lent: bool = True
     copying: Copying | None = None
     portable: ClassVar[bool] = True
 
@@ -426,6 +436,11 @@ class ImagePart:
     def turns(self) -> tuple[tuple[Image, ...], ...]:
         """The images in writing order. Those of a turn are written side by side."""
         return (self.images,)
+
+    @property
+    def lent(self) -> bool:
+        """True if the trainer can change memory that the images name."""
+        return any(memory.lent for memory in memory_of(self))
 
     def bound(self, source: ChunkSource | None) -> ImagePart:
         """The same share, with the source of its chunks, and without the trainer's objects."""

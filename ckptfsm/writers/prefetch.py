@@ -70,8 +70,6 @@ class Prefetch:
         self._first: list[tuple[int, int, int]] = []  # address, length, digest: of each read
         self._given_up: set[str] = set()
         self._lock = threading.Lock()  # of a look at the names given up and what follows
-        self._fits = buffers.count >= sum(i.chunk_count for images in turns for i in images)
-        self._read = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch")
 
     def start(self) -> None:
@@ -86,8 +84,6 @@ class Prefetch:
 
     def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
         """The next chunk of ``image``; waits for it."""
-        if self._fits:  # two cores copy twice as fast while nothing is summed
-            self._read.wait()
         found = self._filled[image.name].get()
         if isinstance(found, BaseException):
             raise found
@@ -118,7 +114,6 @@ class Prefetch:
                 self._on_taken()
         except BaseException as error:  # no memory for a thread: who takes chunks must not wait
             self._fail(error)
-        self._read.set()
 
     def _fill_turn(self, images: Sequence[Image]) -> None:
         lanes = [images[lane :: self._threads] for lane in range(self._threads)]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ckptfsm.adapters.memory import OwnMemory
+from ckptfsm.adapters.memory import OwnMemory, ranks_of_this_host
 from ckptfsm.adapters.segments import Segment, Span, SpanReader
-from ckptfsm.writers.image import FromImages, Memory
+from ckptfsm.writers.image import FromImages, memory_of
 
-_PIECE_BYTES = 4 << 20  # of a copy by one of the threads
-_THREADS = 2  # two cores fill the memory bus of common hosts
+_PIECE_BYTES = 16 << 20  # of a copy by one of the threads
+_FEW_THREADS, _MANY_THREADS = 2, 8
 _ALIGNMENT = 64  # of a copy: a line of the processor's cache
 
 
@@ -23,15 +24,16 @@ class Range(NamedTuple):
     size: int
 
 
-def ranges_of(parts: Iterable[FromImages]) -> list[Range]:
-    """The memory of all images, each byte once, in the order of addresses."""
+def ranges_of(parts: Iterable[FromImages], *, lent_only: bool = False) -> list[Range]:
+    """The memory of all images, each byte once, in the order of addresses.
+
+    ``lent_only``: without memory that the trainer cannot change.
+    """
     pieces = sorted(
         Range(piece.address, piece.size)
         for part in parts
-        for turn in part.turns
-        for image in turn
-        for piece in image.pieces
-        if isinstance(piece, Memory)
+        for piece in memory_of(part)
+        if piece.lent or not lent_only
     )
     found: list[Range] = []
     end = 0
@@ -70,7 +72,7 @@ class Arena:
         for address, size in ranges:
             spans.append(Span(address, size, 0, offset))
             offset += _aligned(size)
-        with ThreadPoolExecutor(_THREADS, "ckptfsm-copy") as threads:
+        with ThreadPoolExecutor(_thread_count(), "ckptfsm-copy") as threads:
             for _ in threads.map(self._copy, _pieces(spans)):
                 pass  # raises its error
         return spans
@@ -78,6 +80,12 @@ class Arena:
     def _copy(self, piece: Span) -> None:
         address, size, _, offset = piece
         ctypes.memmove(self.segment.address + offset, address, size)  # without the GIL
+
+
+def _thread_count() -> int:
+    """The threads of a copy: the trainer, which waits for it, has this share of the processors."""
+    share = len(os.sched_getaffinity(0)) // ranks_of_this_host()
+    return max(_FEW_THREADS, min(share, _MANY_THREADS))
 
 
 def arena_bytes(ranges: Iterable[Range]) -> int:

@@ -1,8 +1,9 @@
 """The engine: one persistent writer process per rank, seen from its trainer.
 
-A save costs the trainer a message. The process reads the trainer's memory (``process_vm_readv``), while
-the trainer goes on or waits. No page is write-protected, as a fork would do, and no tensor is cloned.
-The process is started once, in the background, and holds nothing of its trainer.
+A ``gated`` save costs the trainer a message: the process reads the trainer's memory
+(``process_vm_readv``), while the trainer goes on. For an ``eager`` save the trainer copies its state
+into an arena first. No page is write-protected, as a fork would do. The process is started once, in
+the background, and holds nothing of its trainer.
 
 Rules:
 
@@ -17,8 +18,8 @@ Rules:
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
 - Memory in a segment (``lend``) is read through its descriptor, which travels with each order. Other
   memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
-- Where that is refused, the trainer copies the memory into an arena. So it may change its state when
-  the launch returns, also in the mode ``gated``.
+- An arena is a segment that is kept for the next saves. Where ``process_vm_readv`` is refused, all
+  memory is copied there. So the state may change when the launch returns, also in the mode ``gated``.
 - A job whose process was killed begins again in another one, once, if its memory is as it was. That
   is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
   no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import os
 import time
@@ -65,6 +65,7 @@ _LISTEN_S = 0.05
 _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 _HELLO_S = 10.0
 _PROBE_BYTES = 64
+_ARENA_BUFFER_BYTES = 20 << 20  # no trainer waits until an arena was read
 _KILL_WAIT_S = 5.0
 _MOST_LENT = 200
 _FREE_SHARE = 0.5  # of the free memory, for the eager copies of all ranks of the host
@@ -75,8 +76,7 @@ class WriteEngineSettings:
     """The settings of an engine. ``buffer_bytes``: memory of the writer for a ``gated`` copy.
 
     ``twice``: read gated copies a second time, and compare. ``free_bytes`` tells the free memory, which
-    limits an eager copy in the mode ``auto``. ``imports`` are modules that jobs need beside this
-    package's.
+    limits a copy in the mode ``auto``. ``imports`` are modules that jobs need beside this package's.
     """
 
     mode: Mode = "auto"
@@ -85,7 +85,6 @@ class WriteEngineSettings:
     imports: tuple[str, ...] = ()
     threads: int = 2
     nice: int = 10
-    copy_timeout_s: float = 1800.0
     twice: bool = False
 
 
@@ -93,16 +92,16 @@ class WriteEngineSettings:
 class Reading:
     """The way in which the process gets the memory of a job.
 
-    ``lent``: some of that memory can be changed by the trainer. ``awaited``: the trainer waits until
-    the process has it. ``copies`` tell the places of memory in the ``arena``. ``count`` is where the
-    process counts the bytes that it writes; None if the kernel gives no memory for that.
+    ``lent``: the trainer can change some of the memory that the process reads. ``copies`` tell the
+    places of memory in the ``arena``. ``whole``: all memory is there. ``count`` is where the process
+    counts the bytes that it writes; None if the kernel gives no memory for that.
     """
 
     buffer_bytes: int
     lent: bool
-    awaited: bool = False
     segments: tuple[Segment, ...] = ()
     arena: Arena | None = None
+    whole: bool = False
     copies: Sequence[Span] = ()
     count: Segment | None = None
 
@@ -122,9 +121,8 @@ class Reading:
 class WriteEngine:
     """``ports.Launch`` with a persistent process. ``close`` it with its manager.
 
-    Where the kernel does not let the process read the trainer's memory, the trainer copies it into an
-    arena, a segment that is kept for the next saves. ``hear`` runs the signal handlers that wait. If it
-    returns an exception, a launch ends its process and raises it.
+    ``hear`` runs the signal handlers that wait. If it returns an exception, a launch ends its process
+    and raises it.
     """
 
     hear: Callable[[], BaseException | None]
@@ -136,7 +134,6 @@ class WriteEngine:
         self._greeted = False
         self._refused = ""
         self._gate = settings.mode == "gated"
-        self._held_bytes = 0  # the process's memory for copies
         self._lent: list[Segment] = []
         self._arena: Arena | None = None  # with no copy that is still read
         self._told = self._uncounted = False
@@ -147,7 +144,6 @@ class WriteEngine:
         if self._process is not None and self._process.exitcode() is None:
             return
         self._greeted = False
-        self._held_bytes = 0
         self._process = self._spawned()
 
     def _spawned(self) -> Spawned:
@@ -181,7 +177,7 @@ class WriteEngine:
         self._lent.append(segment)
 
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
-        """Start a rank's writer. Waits until an eager writer holds a copy."""
+        """Start a rank's writer. Copies the state first, if the trainer may change it from then on."""
         parts = [part for part in job.parts if isinstance(part, FromImages)]
         ranges = ranges_of(parts)
         copying = copying_of(parts)
@@ -208,20 +204,10 @@ class WriteEngine:
         try:
             if copying is not None and not self._gate:
                 copying.order_updates()
-            if reading.awaited:
-                self._await_copy(running)
-        except BaseException:  # a Ctrl-C: the caller will not get this writer
+        except BaseException:  # of the accelerator: the caller will not get this writer
             running.kill(_KILL_WAIT_S)
             raise
         return running
-
-    def _await_copy(self, running: WriteJob) -> None:
-        deadline = time.monotonic() + self._settings.copy_timeout_s
-        while not running.holds_copy and running.poll() is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
-            running.await_copy(_LISTEN_S)
-            self._raise_interruption()
 
     def _raise_interruption(self) -> None:
         interruption = self.hear()
@@ -237,23 +223,19 @@ class WriteEngine:
 
     def _reading(self, parts: Sequence[FromImages], ranges: Sequence[Range]) -> Reading | None:
         """The way to the memory of a job; None if only a fork is left."""
-        lent = any(part.lent for part in parts)
-        eager = lent and not self._gate
+        lent = ranges_of(parts, lent_only=True)
+        eager = bool(lent) and not self._gate
         images = [image for part in parts for turn in part.turns for image in turn]
         needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
+        copied = lent if eager else []
         if self._refused:
             if copying_of(parts) is not None:  # a fork waits for an accelerator's copies
                 return None
-            others = [each for each in ranges if not eager and self._is_lent(each)]
             copied = [each for each in ranges if eager or not self._is_lent(each)]
-            if copied:
-                return self._from_arena(copied, others, buffers)
-        if eager:
-            if not self._affords(needed - self._held_bytes):
-                return None
-            buffers = max(CHUNK_BYTES, needed)
-        return Reading(buffers, lent=lent, awaited=eager, segments=self._segments_of(ranges))
+        if copied:
+            return self._from_arena(copied, ranges, buffers)
+        return Reading(buffers, lent=bool(lent), segments=self._segments_of(ranges))
 
     def _new_count(self) -> Segment | None:
         """A segment for the count of written bytes. A save goes on without one."""
@@ -270,9 +252,9 @@ class WriteEngine:
         return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
 
     def _from_arena(
-        self, copied: Sequence[Range], others: Sequence[Range], buffers: int
+        self, copied: Sequence[Range], ranges: Sequence[Range], buffers: int
     ) -> Reading | None:
-        """Copy memory that no other process can read. The ``others`` lie in segments."""
+        """Copy some of the ranges. The trainer cannot change the others, or they lie in segments."""
         size = arena_bytes(copied)
         arena, self._arena = self._arena, None  # not used again if an error comes now
         if arena is None or arena.size < size:
@@ -286,13 +268,20 @@ class WriteEngine:
                 said = f"the writer is forked: there is no shared memory: {describe(error)}"
                 say(log.warning, "no_shared_memory", said, error=describe(error))
                 return None
-        if not self._told:
+        if self._refused and not self._told:
             said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
             say(log.warning, "engine_refused", said, reason=self._refused)
             self._told = True
         spans = arena.take(copied)
-        segments = self._segments_of(others)
-        return Reading(buffers, lent=bool(others), segments=segments, arena=arena, copies=spans)
+        others = sorted(set(ranges).difference(copied))
+        return Reading(
+            buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
+            lent=any(map(self._is_lent, others)),
+            segments=self._segments_of(others),
+            arena=arena,
+            whole=not others,
+            copies=spans,
+        )
 
     def _ordered(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
         """A process that has the order; another one if the first died while it waited for it."""
@@ -312,7 +301,6 @@ class WriteEngine:
 
     def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
         process.send(order, _descriptors(storage, reading))
-        self._held_bytes = max(self._held_bytes, order.buffer_bytes)
 
     def _begin_again(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
         """Another process with the order of one that is dead; None if that has put a receipt.
@@ -391,8 +379,7 @@ class WriteEngine:
             reading.buffer_bytes,
             settings.threads,
             settings.nice,
-            awaited=reading.awaited,
-            twice=settings.twice and reading.lent and not reading.awaited,
+            twice=settings.twice and reading.lent,
             segments=len(reading.sources),
             spans=reading.spans,
             counted=reading.count is not None,
@@ -467,7 +454,7 @@ class WriteJob:
         self._engine = engine
         self._process = process
         self._kept = tuple(parts)  # with their memory, until it was read
-        self._lent, self._arena = reading.lent, reading.arena
+        self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
         self._counting = reading.count  # open as long as another process may need it
         self._count = None if reading.count is None else SharedCount.of_segment(reading.count)
         self._later = later
@@ -565,7 +552,7 @@ class WriteJob:
     def _restarted(self, exitcode: int) -> bool:
         """Let another process begin again, if this one was killed and all memory is as it was."""
         again, self._again = self._again, None
-        intact = not self._taken or (self._arena is not None and not self._lent)
+        intact = not self._taken or self._whole
         if again is None or exitcode >= 0 or not intact:
             return False
         died = f"the writer ended: {Outcome(exitcode).explain()}"

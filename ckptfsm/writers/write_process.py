@@ -62,9 +62,8 @@ class Order:
 
     ``spans`` is the trainer's memory that is read through the segments, by the number of each.
     ``again``: a process that had this order is dead, and may have left files.
-    ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
-    trainer waits for the copy (``awaited``), ``nice`` holds for writing only. ``twice``: read everything
-    again before the trainer may change it.
+    ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's.
+    ``twice``: read everything again before the trainer may change it.
     """
 
     root: str
@@ -72,7 +71,6 @@ class Order:
     buffer_bytes: int
     threads: int
     nice: int
-    awaited: bool
     twice: bool = False
     segments: int = 0
     spans: tuple[Span, ...] = ()
@@ -191,12 +189,8 @@ class Server:
         bound = tuple(
             part.bound(source) if isinstance(part, FromImages) else part for part in order.job.parts
         )
-        if order.awaited:  # a busy machine would let the trainer wait for a process that yields
-            source.start()
-            be_considerate(order.nice)
-        else:
-            be_considerate(order.nice)
-            source.start()
+        be_considerate(order.nice)
+        source.start()
         await_word = partial(_await_word, source, confirmed)
         storage = self._storages[order.root]
         if order.again:

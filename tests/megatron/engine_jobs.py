@@ -84,7 +84,7 @@ def save_shared(here: Here, root: str, size: int, refuse: bool, **settings: Any)
     return {
         "shared": shared,
         "equal": equal,
-        "gated": [reading.lent and not reading.awaited for reading in readings],
+        "gated": [reading.lent for reading in readings],
         "arenas": [reading.arena is not None for reading in readings],
         "segments": [len(reading.segments) for reading in readings],
     }
@@ -95,14 +95,19 @@ def strike_writer(
 ) -> Told:
     """Save steps 1 to 3. The writer of one rank gets a signal when it has read the state of step 2."""
 
-    def confirm(job: WriteJob) -> None:
-        os.kill(job._process.pid, number)
+    confirm, struck = WriteJob.confirm, []
+
+    def strike(job: WriteJob) -> None:
+        if not struck:
+            os.kill(job._process.pid, number)
+            struck.append(number)
+        confirm(job)
 
     with managed(here, root, **settings) as manager:
         first = save(manager, here, 1)
         with pytest.MonkeyPatch.context() as patch:
             if here.rank == victim:
-                patch.setattr(WriteJob, "confirm", confirm)
+                patch.setattr(WriteJob, "confirm", strike)
             error = save(manager, here, 2, rows)
         manager.wait_until_finished()
         third = save(manager, here, 3)

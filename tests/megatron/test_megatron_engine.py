@@ -119,10 +119,28 @@ def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) ->
         assert rank["losses"] == {step: first[0]["losses"][step] for step in ("3", "4")}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_f1_a_killed_writer_of_an_eager_save_begins_again(
+    cluster: Cluster, root: Path, victim: int
+) -> None:
+    """Catches: a save that is lost with a process though its whole copy is still there."""
+    ranks = cluster.run(
+        "engine_jobs.strike_writer",
+        root=str(root),
+        victim=victim,
+        number=int(signal.SIGKILL),
+        rows=1000,
+        engine="eager",
+    )
+    for rank in ranks:
+        assert (rank["first"], rank["failed"], rank["third"]) == (None, None, None)
+        assert rank["all"] == [1, 2, 3]
+    assert (tracked_step(root), staging_of(root)) == (3, [])
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_f1_a_killed_writer_fails_the_save_on_all_ranks(
-    cluster: Cluster, root: Path, engine: str, victim: int
+    cluster: Cluster, root: Path, victim: int
 ) -> None:
     """Catches: a dead writer process that counts, that hangs the job, or is used for the next save."""
     ranks = cluster.run(
@@ -131,7 +149,7 @@ def test_f1_a_killed_writer_fails_the_save_on_all_ranks(
         victim=victim,
         number=int(signal.SIGKILL),
         rows=1000,
-        engine=engine,
+        engine="gated",
     )
     for rank in ranks:
         assert (rank["first"], rank["third"]) == (None, None)

@@ -396,7 +396,7 @@ def test_a_groups_share_waits_for_the_copies_of_its_jobs(tmp_path):
     job = GroupJob(tmp_path, SIZES)
     ticket = job.begin(10).tickets["actor"]
     plain, copies = ImagePart("a", "", ()), Copies()
-    copied = replace(plain, name="b", lent=False, copying=copies)
+    copied = replace(plain, name="b", copying=copies)
     share = GroupShare(ticket, 1, (plain, copied), (), SystemClock())
     assert share.copying is copies
     assert GroupShare(ticket, 1, (plain,), (), SystemClock()).copying is None

@@ -179,13 +179,10 @@ def test_a_writer_that_died_keeps_its_count():
     assert writer.written_bytes() == 10
 
 
-@pytest.mark.parametrize("mode", ["eager", "gated"])
-def test_a_save_without_shared_memory_is_written_all_the_same(
-    mode, storage, engine, monkeypatch, caplog
-):
+def test_a_gated_save_needs_no_shared_memory(storage, engine, monkeypatch, caplog):
     """Catches: a container without memfd in which no save begins; a warning for each save."""
     memory, part = state()
-    launch = engine(mode)
+    launch = engine("gated")
     launch.start()
 
     def refuse(*_) -> int:
