@@ -1,7 +1,7 @@
-"""Other writers beside stock and ckptfsm: torch's DCP, megatron-core's persistent queue, and NVRx.
+"""Other writers beside stock and ckptfsm: torch's DCP, megatron-core's persistent queue, and others.
 
-Each saves the same state, measured as in ``engines``. ``nvidia-resiliency-ext`` is measured where it is
-installed, which ``make bench-peers`` sees to.
+Each saves the same state, measured as in ``engines``. ``nvidia-resiliency-ext`` and
+``torch_checkpointing`` are measured where they are installed, which ``make bench-peers`` sees to.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from benchmarks.sides import ManagerSide, Side, StockSide
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
-_NVRX = "nvidia_resiliency_ext"
+_NVRX, _TORCH_CHECKPOINTING = "nvidia_resiliency_ext", "torch_checkpointing"
 _PERSISTENT = torch.cuda.is_available()  # the process of a persistent queue chooses a GPU, or ends
 
 
 def run(options: Options) -> list[Figure]:
     """Stall and time until loadable of each peer (ms), and ratios to stock's fast mode."""
     return compare(options, _sides)
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a sharded state dict, by their names."""
+    return {key: getattr(value, "data", value) for key, value in state.items()}
 
 
 class DcpSide:
@@ -44,7 +49,7 @@ class DcpSide:
         self._future: Future[Any] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        plain = {key: getattr(value, "data", value) for key, value in state.items()}
+        plain = _plain(state)
         place = str(self._root / str(step))
         if self._how == "save":
             dcp.save(plain, checkpoint_id=place)
@@ -62,9 +67,51 @@ class DcpSide:
         return self._future is None
 
     def clear(self) -> None:
-        for directory in self._root.iterdir():
-            shutil.rmtree(directory)
-        os.sync()
+        _remove_all(self._root)
+
+
+class TorchCheckpointingSide:
+    """``torch_checkpointing``: staged by a thread, written by a process.
+
+    Without ``use_direct_io``, its default: ext4 refuses the writes that are not aligned.
+    """
+
+    name = _TORCH_CHECKPOINTING
+
+    def __init__(self, root: Path) -> None:
+        from torch_checkpointing import CheckpointManager as TheirManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        root.mkdir()
+        self._root = root
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = TheirManager(TheirManager.Config(storage_config=storage))
+        self._future: Future[Any] | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self._future = self._manager.save(str(self._root / str(step)), {"model": _plain(state)})
+
+    def before_update(self) -> None:
+        with self._manager.lock():
+            pass  # the tensors were copied
+
+    def poll(self) -> bool:
+        if self._future is not None and self._future.done():
+            self._future.result()
+            self._future = None
+        return self._future is None
+
+    def clear(self) -> None:
+        _remove_all(self._root)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _remove_all(root: Path) -> None:
+    for directory in root.iterdir():
+        shutil.rmtree(directory)
+    os.sync()
 
 
 @contextlib.contextmanager
@@ -80,6 +127,10 @@ def _sides(work: Path) -> Iterator[list[Side]]:
         sides += [DcpSide(work / f"dcp-{how}", how) for how in ("save", "thread", "process")]
         if find_spec(_NVRX):
             sides += _nvrx_sides(work, stack)
+        if find_spec(_TORCH_CHECKPOINTING):
+            theirs = TorchCheckpointingSide(work / "torch_checkpointing")
+            stack.callback(theirs.close)
+            sides.append(theirs)
         for engine in ("eager", "gated"):
             root = work / engine
             manager = CheckpointManager(root, retention=LatestN(1), engine=engine)

@@ -38,6 +38,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
 NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
 NVRX = {"nvidia-resiliency-ext"}
+PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
 MINE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -360,7 +361,8 @@ def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
 
 
 def compare_writers(target: Target) -> int:
-    """Run the benchmark of other writers in the environment of a target."""
+    """Run the benchmark of other writers in an environment with the packages of a target, and more."""
+    target = replace(target, name="peers", packages=(*target.packages, PEERS))
     python, _ = prepared(target)
     command = [str(python), "-m", "benchmarks", "--only", "peers"]
     return subprocess.run(command, cwd=ROOT, env=environment_of(target), check=False).returncode
