@@ -41,7 +41,7 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 253  # the most that the kernel takes with one message
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
-_SEND_S = 60
+_SEND_S = 10
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PDEATHSIG = 1
