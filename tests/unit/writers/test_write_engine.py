@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import resource
 import select
@@ -35,7 +36,7 @@ from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.write_engine import Reading, WriteEngine, WriteEngineSettings, WriteJob
-from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word
+from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word, populate
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -729,6 +730,30 @@ def test_descriptors_above_1023_are_waited_for(engine, storage, root):
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Advised(mmap.mmap):
+    """Memory under a kernel that refuses some advice; ``touched`` are the places that were written."""
+
+    refuses = errno.EINVAL
+    touched: list[int]
+
+    def madvise(self, advice: int) -> None:
+        raise OSError(self.refuses, os.strerror(self.refuses))
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self.touched.append(place)
+
+
+def test_memory_is_taken_under_a_kernel_that_cannot_populate():
+    """Catches: an old kernel under which no save is written, or a copy that takes the pages itself."""
+    memory = Advised(-1, 3 * mmap.PAGESIZE)
+    memory.touched = []
+    populate(memory)
+    assert memory.touched == [0, mmap.PAGESIZE, 2 * mmap.PAGESIZE]
+    memory.refuses = errno.ENOMEM
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        populate(memory)
 
 
 class Told:
