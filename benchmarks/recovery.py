@@ -1,12 +1,12 @@
-"""Seconds to open a root that holds many tracked checkpoints.
+"""Seconds to open a root that holds many tracked checkpoints, to read its journal, and to list it.
 
 Measured: the construction of a ``CheckpointManager`` (warm page cache) in two cases. After an
 orderly close the journal begins with a snapshot; after a run that was killed every transition is
 replayed.
 
-Also measured: the cost of one more checkpoint beside all the others, from request to tracked.
-Coordinator and writer work on hardly any data and without fsyncs, so that only the work per known
-checkpoint shows.
+Also measured: the journal alone, the command line (``commands``), and the cost of one more
+checkpoint beside all the others, from request to tracked. Coordinator and writer work on hardly any
+data and without fsyncs, so that only the work per known checkpoint shows.
 
 The production coordinator and writer build the root from one real save. The files of that save are
 written again for every step; only the fsyncs are left out while building.
@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import commands
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
 from benchmarks.sides import TrainingState
 from ckptfsm import CheckpointManager
@@ -36,11 +37,13 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.disk.durable import make_dirs
+from ckptfsm.disk.journal import read_history, read_segment
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
 _TARGET_S = 2.0  # of 10,000 checkpoints
+_RECORDS, _RECORDS_S = 100_000, 1.0
 _PART = "state"
 _SEED_BYTES = 64 << 10
 
@@ -79,14 +82,26 @@ def run(options: Options) -> list[Figure]:
     root, killed = options.work / "root", options.work / "killed"
     tracked = build_root(root, options.checkpoints, _record_part(options.work / "seed"))
     shutil.copytree(root / PRIVATE, killed)
+    journal = _read_journal(root, options.pairs)
     after_kill = [_open_again(root, killed) for _ in range(options.pairs)]
     after_close = [_open_again(root, None) for _ in range(options.pairs)]
     count = options.checkpoints
     return [
         in_unit(f"recovery of {count}, after a close", "s", 1.0, after_close, _TARGET_S),
         in_unit(f"recovery of {count}, after a kill", "s", 1.0, after_kill, _TARGET_S),
+        in_unit(f"journal, for {_RECORDS} records", "s", 1.0, journal, _RECORDS_S),
+        *commands.figures(root, count, options.pairs),
         in_unit(f"one more beside {count}, no fsync", "ms", MS, tracked[-options.pairs :]),
     ]
+
+
+def _read_journal(root: Path, pairs: int) -> list[float]:
+    """Seconds to read and replay the journal of a killed run, for ``_RECORDS`` records."""
+    storage = PosixStorage(root, create=False)
+    count = len(read_segment(storage, 1).records)
+    seconds = [timed(partial(read_history, storage)) for _ in range(pairs)]
+    storage.close_root()
+    return [each * _RECORDS / count for each in seconds]
 
 
 def _record_part(root: Path) -> ReplayedPart:

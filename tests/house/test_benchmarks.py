@@ -58,6 +58,8 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "cold load, ckptfsm / stock": 0.8,
         "recovery of 3, after a close": 2.0,
         "recovery of 3, after a kill": 2.0,
+        "journal, for 100000 records": 1.0,
+        "ckptfsm ls of 3": 1000.0,
         "poll idle, ckptfsm": 5.0,
         "poll in flight, ckptfsm": 20.0,
         "time per rank, 8 / 3 ranks": 1.5,
