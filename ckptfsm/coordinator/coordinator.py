@@ -626,24 +626,25 @@ class Coordinator:
             self._engine.tracked(step)
 
     def unpin(self, step: int) -> None:
-        """Release a pin; retention decides anew."""
+        """Release a pin. Retention decides anew, unless it waits: see ``retention_waits``."""
         with self._guarded("unpin"):
             self._engine.check_epoch()
             remove_marker(self._storage, pin_name(step))
-            self._engine.retire()
+            if self.retention_waits():
+                self._engine.reread_protection()
+            else:
+                self._engine.retire()
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a tracked checkpoint, durably. Retention decides anew.
-
-        If this run has neither written nor verified the latest checkpoint, retention waits for the
-        next save: a restore may still fall back to an older one.
+        """Add metrics to a tracked checkpoint, durably. Retention decides anew, unless it waits: see
+        ``retention_waits``.
         """
         with self._guarded("record_metrics"):
             figures = check_metrics(metrics)
             checkpoint = self._engine.tracked(step)
             self._engine.check_epoch()
             self._engine.record_metrics(checkpoint, figures)
-            if self._is_proven(self._engine.ledger.latest()):
+            if not self.retention_waits():
                 self._engine.retire_now()
 
     def read_here(self) -> frozenset[int]:
@@ -656,10 +657,26 @@ class Coordinator:
             return [offer.of.step for offer in self._engine.given_up()]
 
     def retire(self) -> None:
-        """Apply retention now."""
+        """Apply retention now. Raises ``SaveRefused`` if it waits: see ``retention_waits``."""
         with self._guarded("retire"):
             self._engine.check_epoch()
+            if why := self.retention_waits():
+                raise SaveRefused(why, step=_step_of(self._engine.ledger.latest()))
             self._engine.retire()
+
+    def retention_waits(self) -> str:
+        """The reason why retention waits for the next save, in words; "" if it decides at once.
+
+        The reason is that this run has neither written nor verified the latest checkpoint: a restore
+        may still fall back to an older one.
+        """
+        latest = self._engine.ledger.latest()
+        if latest is None or self._is_proven(latest):
+            return ""
+        return (
+            "retention waits for the next save, because this run has neither written nor verified "
+            f"the latest, step {latest.step}"
+        )
 
     def kept_by(self, step: int) -> tuple[str, ...]:
         """The reasons that forbid ``delete``. Raises ``StepNotFoundError``."""

@@ -29,6 +29,8 @@ class Servant(Protocol):
 
     def retire(self) -> None: ...
 
+    def retention_waits(self) -> str: ...
+
     def read_here(self) -> frozenset[int]: ...
 
     def kept_by(self, step: int) -> tuple[str, ...]: ...
@@ -57,10 +59,7 @@ def carry_out(coordinator: Servant, asked: Asked) -> str:
         coordinator.pin(step, asked.reason)
         return f"step {step} is pinned"
     if asked.errand == "unpin":
-        was_there = coordinator.ledger.at(step) is not None
-        coordinator.unpin(step)
-        gone = was_there and coordinator.ledger.at(step) is None
-        return f"step {step} is not pinned any more" + (", and retention has given it up" * gone)
+        return _unpin(coordinator, step)
     if asked.errand == "prune_step":
         return _prune_step(coordinator, step, dry=asked.dry)
     if asked.errand == "record_metrics":
@@ -74,14 +73,25 @@ def carry_out(coordinator: Servant, asked: Asked) -> str:
     return f"step {step} is the latest; later steps are in quarantine"
 
 
+def _unpin(coordinator: Servant, step: int) -> str:
+    was_there = coordinator.ledger.at(step) is not None
+    coordinator.unpin(step)
+    said = f"step {step} is not pinned any more"
+    if was_there and coordinator.ledger.at(step) is None:
+        return f"{said}, and retention has given it up"
+    waits = coordinator.retention_waits()
+    return f"{said}; {waits}" if waits and step in coordinator.given_up() else said
+
+
 def _prune(coordinator: Servant, *, dry: bool) -> str:
-    """Apply the retention policy of the owner now."""
+    """Apply the retention policy of the owner now. Raises ``SaveRefused`` if retention waits."""
     given_up = coordinator.given_up()
     if not given_up:
         return "retention keeps every checkpoint"
     named = ", ".join(map(str, given_up))
     if dry:
-        return f"would prune: {named}"
+        waits = coordinator.retention_waits()
+        return f"would prune: {named}" + (f"; {waits}" if waits else "")
     coordinator.retire()
     left = {c.step for c in coordinator.ledger.in_state(State.TRACKED, State.PRUNABLE)}
     kept = [step for step in given_up if step in left]

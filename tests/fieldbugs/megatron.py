@@ -53,6 +53,8 @@ def one_in_flight_takes_no_place(trainer: SimTrainer) -> None:
     """The overlap is refused; and if retention has a turn while one is in flight, 100 stays."""
     assert trainer.resumed == trainer.tracker() == 100 and trainer.steps() == [100]
     assert [(e.step, e.in_flight) for e in trainer.refused] == [(200, 100)]
+    resumed_from = trainer.job.coordinator.locate(None)
+    trainer.job.coordinator.release(resumed_from.lease, verified=100)
     trainer.save(200)
     for written in (False, True):
         if written:

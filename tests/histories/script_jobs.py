@@ -189,6 +189,13 @@ def do_restore(story: Story) -> None:
         story.job.coordinator.release(found.lease)
 
 
+def do_verify(story: Story) -> None:
+    """The newest is restored: all its digests agree."""
+    found = story.job.coordinator.locate(None)
+    assert found is not None, "there is none to verify"
+    story.job.coordinator.release(found.lease, verified=found.step)
+
+
 def do_tick(story: Story, times: str = "1") -> None:
     for _ in range(int(times)):
         story.job.clock.now += 60

@@ -27,7 +27,7 @@ MUTANTS = (
     mutant(
         "metrics-prune-before-the-latest-was-read",
         "coordinator.coordinator:Coordinator.record_metrics",
-        "if self._is_proven(self._engine.ledger.latest()):",
+        "if not self.retention_waits():",
         "if True:",
         breaks="I2",
         source="I2",

@@ -1570,6 +1570,31 @@ FENCES = (
         killers=("tests:prune/nothing_is_pruned_before_the_latest_was_read",),
     ),
     mutant(
+        "pruned-by-a-person-before-the-latest-was-read",
+        "coordinator.coordinator:Coordinator.retire",
+        "if why := self.retention_waits():",
+        'if why := "":',
+        breaks="I2",
+        source="F21",
+        killers=(
+            "tests:test_changing.py::test_I2_a_person_prunes_nothing_before_the_latest_was_verified",
+        ),
+        why="the last good checkpoint goes, and then the latest turns out to be damaged",
+    ),
+    mutant(
+        "unpinned-and-pruned-before-the-latest-was-read",
+        "coordinator.coordinator:Coordinator.unpin",
+        "if self.retention_waits():",
+        "if False:",
+        breaks="I2",
+        source="F21",
+        killers=(
+            "tests:test_changing.py::test_I2_an_unpin_prunes_nothing_before_the_latest_was_verified",
+            "tests:prune/an_unpin_prunes_nothing_before_the_latest_was_read",
+        ),
+        why="the last good checkpoint goes, and then the latest turns out to be damaged",
+    ),
+    mutant(
         "a-request-is-not-fenced",
         "coordinator.coordinator:Coordinator.request",
         "self._engine.check_epoch()\nof = AttemptId(",

@@ -137,6 +137,49 @@ def test_a_living_owner_pins_unpins_and_prunes_by_its_own_policy(tmp_path, capsy
     job.close()
 
 
+@pytest.fixture
+def unproven(tmp_path):
+    """A job that has just started with a smaller keep, and has not read its latest step, 30."""
+    job = real_job(tmp_path)
+    for step in (10, 20, 30):
+        job.save(step)
+    job.close()
+    job.storage.close_root()
+    job = real_job(tmp_path, retention=LatestN(1))
+    yield job
+    job.close()
+    job.storage.close_root()
+
+
+def test_I2_a_person_prunes_nothing_before_the_latest_was_verified(unproven, tmp_path, capsys):
+    """Catches: the last good checkpoint deleted by a command, before restore finds that the latest one
+    is damaged."""
+    args = ("prune", "--dry-run", "-r", tmp_path)
+    status, out, _ = served(unproven, lambda: ran(capsys, *args))
+    assert status == 0 and out.startswith("would prune: 10, 20; retention waits for the next save")
+    args = ("prune", "--apply", "-r", tmp_path)
+    status, out, _ = served(unproven, lambda: ran(capsys, *args))
+    assert status == 3 and "waits for the next save" in out and "latest, step 30" in out
+    assert steps(unproven) == [10, 20, 30]
+    latest = unproven.coordinator.locate(None)
+    unproven.coordinator.release(latest.lease, verified=30)
+    assert served(unproven, lambda: ran(capsys, *args)) == (0, "pruned: 10, 20\n", "")
+    assert steps(unproven) == [30]
+
+
+def test_I2_an_unpin_prunes_nothing_before_the_latest_was_verified(unproven, tmp_path, capsys):
+    unproven.coordinator.pin(10, "paper")
+    args = ("unpin", "10", "-r", tmp_path)
+    status, out, _ = served(unproven, lambda: ran(capsys, *args))
+    assert status == 0 and out.startswith("step 10 is not pinned any more; retention waits")
+    assert unproven.coordinator.ledger.pins == frozenset()
+    assert steps(unproven) == [10, 20, 30]
+    again = served(unproven, lambda: ran(capsys, "unpin", "30", "-r", tmp_path))
+    assert again == (0, "step 30 is not pinned any more\n", "")
+    unproven.save(40)
+    assert steps(unproven) == [40]
+
+
 def test_a_living_owner_answers_while_its_trainer_computes(tmp_path, capsys, monkeypatch):
     """Catches: a request that waits for the next poll, which may be hours away."""
     monkeypatch.setattr("ckptfsm.ranks.coordinator_client._INBOX_S", 0.01)
