@@ -47,7 +47,7 @@ def owned(root: Path, *, ended: bool = False) -> Iterator[tuple[Coordinator, Rec
             storage,
             clock=SystemClock(),
             identity=this_process(),
-            options=CoordinatorOptions(layout=look(storage).layout),
+            options=CoordinatorOptions(layout=look(storage).layout, root_wait_s=0.0),
             finishers={},
             provenance={},
         )

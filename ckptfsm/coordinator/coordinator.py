@@ -39,6 +39,7 @@ from ckptfsm.core.errors import (
     NewerSchema,
     NoRoom,
     OutcomeUnknown,
+    RootBusy,
     SaveRefused,
     ShardMissing,
     StepExistsError,
@@ -105,11 +106,16 @@ from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 _TRASH_SLICE = 256
+_LOOK_S = 0.5
+ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the root back
 
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """The settings of a coordinator. Times are in seconds of monotonic time."""
+    """The settings of a coordinator. Times are in seconds of monotonic time.
+
+    ``root_wait_s``: the longest wait for a root that another process holds.
+    """
 
     retention: Policy = field(default_factory=KeepAll)
     resume: Resume = "fallback"
@@ -118,6 +124,7 @@ class CoordinatorOptions:
     reader_timeout_s: float = 600.0
     retry_interval_s: float = 5.0
     layout: Layout = MEGATRON
+    root_wait_s: float = ROOT_WAIT_S
 
 
 class Coordinator:
@@ -174,15 +181,7 @@ class Coordinator:
 
     def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
-        before = self._history_before_the_lock()
-        self._refuse_other_layout(before)
-        ownership = open_root(
-            self._storage,
-            self._identity,
-            above=newest_segment(self._storage)
-            or newest_published_epoch(self._storage, self._layout),
-            takeover=self._options.takeover,
-        )
+        ownership, before = self._take_root()
         self._ownership = ownership
         self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag, self._clock)
         try:
@@ -191,6 +190,40 @@ class Coordinator:
             self.abandon()
             raise
         return report
+
+    def _take_root(self) -> tuple[RootOwnership, History]:
+        """Take the root, and read its journal just before. Raises ``RootBusy`` after ``root_wait_s``.
+
+        The holder may be a short command, which changes the root and gives it back at once. No record
+        on disk distinguishes a command from a trainer.
+        """
+        longest, waits = self._options.root_wait_s, False
+        deadline = self._clock.monotonic() + longest
+        while True:
+            try:
+                return self._take_root_now()
+            except RootBusy as busy:
+                host, pid = busy.facts.get("host"), busy.facts.get("pid")
+                by_this_process = (host, pid) == (self._identity.host, self._identity.pid)
+                if by_this_process or self._clock.monotonic() >= deadline:
+                    raise
+                if not waits:
+                    said = f"{busy.message}: waiting for it, at most {longest:g} s"
+                    say(log.warning, "waits_for_root", said, host=host, pid=pid)
+            waits = True
+            self._clock.sleep(_LOOK_S)
+
+    def _take_root_now(self) -> tuple[RootOwnership, History]:
+        before = self._history_before_the_lock()
+        self._refuse_other_layout(before)
+        newest = newest_segment(self._storage)
+        ownership = open_root(
+            self._storage,
+            self._identity,
+            above=newest or newest_published_epoch(self._storage, self._layout),
+            takeover=self._options.takeover,
+        )
+        return ownership, before
 
     def _history_before_the_lock(self) -> History:
         """The journal's content. Reads again if two other openings folded old segments meanwhile."""

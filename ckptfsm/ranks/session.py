@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.notices import say, warn_at_end, warn_caller
 from ckptfsm.adapters.signals import OneCall
-from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.coordinator.coordinator import ROOT_WAIT_S, Coordinator, CoordinatorOptions
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -204,6 +204,7 @@ class Session:
                 config.visibility_timeout_s,
                 config.reader_timeout_s,
                 layout=LAYOUTS[config.layout],
+                root_wait_s=min(ROOT_WAIT_S, config.effect_timeout_s / 2),
             ),
             finishers=driver.finishers,
             provenance=driver.provenance(),

@@ -1657,6 +1657,18 @@ FENCES = (
         why="a second job takes a living root over unasked",
     ),
     mutant(
+        "a-start-does-not-wait-for-a-command",
+        "coordinator.coordinator:Coordinator._take_root",
+        "if by_this_process or self._clock.monotonic() >= deadline:",
+        "if True:",
+        breaks="F12",
+        source="order",
+        killers=(
+            "tests:test_coordinator.py::test_a_start_waits_for_a_command_that_holds_the_root",
+        ),
+        why="a job dies at its start because a person pins a step at that moment",
+    ),
+    mutant(
         "an-epoch-can-be-taken-twice",
         "disk.ownership:_link_epoch",
         "storage.link(temporary, _epoch_path(epoch))",

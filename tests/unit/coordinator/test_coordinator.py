@@ -65,7 +65,7 @@ from ckptfsm.disk.inbox import send
 from ckptfsm.disk.journal import read_segments
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, FakePart, SimClock, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import write_rank
 
@@ -1094,6 +1094,58 @@ def test_F12_a_second_one_is_refused_and_disturbs_nothing():
         start(disk, "second")
     assert (caught.value.host, caught.value.pid) == ("sim", first.identity.pid)
     assert disk.snapshot() == before
+
+
+class Waking(SimClock):
+    """Time in which ``then`` happens at the third look of a job that waits."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.looks, self._then = 0, then
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.looks += 1
+        if self.looks == 3:
+            self._then()
+
+
+def test_a_start_waits_for_a_command_that_holds_the_root(caplog):
+    """Catches: a job that dies at its start because a person pins a step at that moment; a start that
+    goes on from the root as it was before the command."""
+    disk = SimDisk()
+    command = saved(disk, 1, 2)
+
+    def end() -> None:
+        command.coordinator.rollback(1)
+        stop(disk, command)
+
+    job = start(disk, "second", clock=Waking(end))
+    assert tracked(job) == [1] and job.coordinator.epoch == 2
+    said = [r for r in caplog.records if r.event == "waits_for_root"]
+    assert [(r.pid, r.host) for r in said] == [(command.identity.pid, "sim")]
+    job.save(2)
+
+
+def test_F12_a_second_one_that_waits_is_refused_in_time(caplog):
+    """F32. Catches: a second trainer that waits until the first one has ended, hours later."""
+    disk = SimDisk()
+    saved(disk, 1)
+    before, clock = disk.snapshot(), Waking(lambda: None)
+    with pytest.raises(RootBusy):
+        start(disk, "second", clock=clock)
+    assert 7 <= clock.now - 1000 <= 9 and clock.looks > 3
+    assert [r.event for r in caplog.records].count("waits_for_root") == 1
+    assert disk.snapshot() == before
+
+
+def test_F12_a_second_one_of_the_same_process_does_not_wait():
+    """Catches: a process that waits for itself."""
+    disk, clock = SimDisk(), SimClock()
+    saved(disk, 1)
+    with pytest.raises(RootBusy):
+        start(disk, clock=clock)
+    assert clock.now == 1000
 
 
 def test_F13_a_writer_that_wakes_up_late_cannot_touch_a_newer_attempt():
