@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Root, Step, opened
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
-from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
+from ckptfsm.core.documents import Answered, Asked, first_problem
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import MAX_STEP
@@ -64,12 +65,12 @@ def pin(
     wait: Wait = 60.0,
 ) -> None:
     """Keep a checkpoint from pruning until it is unpinned."""
-    ask(root, wait, "pin", step, reason=reason)
+    ask(root, wait, partial(Asked, errand="pin", step=step, reason=reason))
 
 
 def unpin(step: Step, root: Root = HERE, wait: Wait = 60.0) -> None:
     """End a pin. Retention decides anew."""
-    ask(root, wait, "unpin", step)
+    ask(root, wait, partial(Asked, errand="unpin", step=step))
 
 
 def rollback(
@@ -89,7 +90,7 @@ def rollback(
     put([f"steps that go to quarantine: {', '.join(map(str, sorted(later))) or 'none'}"])
     if not yes and not typer.confirm(f"Make step {step} the latest?"):
         raise typer.Exit(REFUSED)
-    ask(root, wait, "rollback", step)
+    ask(root, wait, partial(Asked, errand="rollback", step=step))
 
 
 def prune(
@@ -109,7 +110,7 @@ def prune(
     if dry_run is apply:
         raise typer.BadParameter("give --dry-run or --apply")
     if step is not None:
-        ask(root, wait, "prune_step", step, dry=dry_run)
+        ask(root, wait, partial(Asked, errand="prune_step", step=step, dry=dry_run))
         return
     with opened(root) as storage:
         overview = look(storage)
@@ -117,7 +118,7 @@ def prune(
     if overview.owner.may_live:
         if policies:
             raise ConfigError("the living owner uses the policy of its trainer", root=overview.root)
-        ask(root, wait, "prune", dry=dry_run)
+        ask(root, wait, partial(Asked, errand="prune", dry=dry_run))
     elif policies:
         _prune_without_owner(root, overview, AnyOf(tuple(policies)), dry=dry_run)
     elif dry_run and (recorded := policy_of(overview.history.retention)) is not None:
@@ -172,7 +173,8 @@ def record_metrics(
     wait: Wait = 60.0,
 ) -> None:
     """Add metrics to a checkpoint after its save. Retention decides anew."""
-    ask(root, wait, "record_metrics", step, metrics=_metrics_of(values))
+    metrics = _metrics_of(values)
+    ask(root, wait, partial(Asked, errand="record_metrics", step=step, metrics=metrics))
 
 
 def _metrics_of(values: list[str]) -> dict[str, float]:
@@ -188,34 +190,14 @@ def _metrics_of(values: list[str]) -> dict[str, float]:
     return check_metrics(found)
 
 
-def ask(
-    root: Path,
-    wait_s: float,
-    errand: Errand,
-    step: int | None = None,
-    *,
-    reason: str = "",
-    name: str | None = None,
-    dry: bool = False,
-    metrics: Mapping[str, float] | None = None,
-) -> None:
-    """Have an errand carried out: by the living owner, or by this process."""
-    here = this_process()
-    by = f"pid {os.getpid()} on {here.host}"
+def ask(root: Path, wait_s: float, errand: Callable[..., Asked]) -> None:
+    """Have a request, complete but for ``nonce``, ``epoch`` and ``by``, carried out by an owner."""
+    by = f"pid {os.getpid()} on {this_process().host}"
     with opened(root) as storage:
         overview = look(storage)
     try:
-        asked = Asked(
-            nonce=uuid.uuid4().hex,
-            epoch=max(overview.owner.epoch, 1),
-            errand=errand,
-            step=step,
-            reason=reason,
-            name=name,
-            dry=dry,
-            metrics=dict(metrics or {}),
-            by=by,
-        )
+        epoch = max(overview.owner.epoch, 1)
+        asked = errand(nonce=uuid.uuid4().hex, epoch=epoch, by=by)
     except ValidationError as error:
         raise ConfigError(first_problem(error)) from error
     if not overview.owner.may_live:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from ckptfsm.cli.owning import OwnerEnded, owned
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
+from ckptfsm.core.documents import Asked
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
 from ckptfsm.core.parts import MAX_STEP
@@ -190,4 +192,4 @@ def drop(
             raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")
     if not yes and not typer.confirm(f"Delete {clean(name)} for good?"):
         raise typer.Exit(REFUSED)
-    ask(root, wait, "drop", name=name)
+    ask(root, wait, partial(Asked, errand="drop", name=name))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ckptfsm.core.documents import Asked
+from ckptfsm.core.documents import Asked, Errand
 from ckptfsm.core.errors import ConfigError, SaveRefused, StorageError
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
@@ -45,35 +45,41 @@ def carry_out(coordinator: Servant, asked: Asked) -> str:
 
     Raises ``SaveRefused`` for a rollback below a step that this job restores from now.
     """
-    if asked.errand == "prune":
-        return _prune(coordinator, dry=asked.dry)
-    if asked.errand == "drop":
-        if asked.name is None:
-            raise ConfigError("drop needs a name in quarantine")
-        coordinator.drop(asked.name)
-        return f"{asked.name} will be deleted"
+    if errand := _OF_THE_ROOT.get(asked.errand):
+        return errand(coordinator, asked)
     if asked.step is None:
         raise ConfigError(f"{asked.errand} needs a step")
-    step = asked.step
-    if asked.errand == "pin":
-        coordinator.pin(step, asked.reason)
-        return f"step {step} is pinned"
-    if asked.errand == "unpin":
-        return _unpin(coordinator, step)
-    if asked.errand == "prune_step":
-        return _prune_step(coordinator, step, dry=asked.dry)
-    if asked.errand == "record_metrics":
-        coordinator.record_metrics(step, asked.metrics)
-        told = ", ".join(f"{name} {value:g}" for name, value in sorted(asked.metrics.items()))
-        return f"step {step} has: {told}"
-    later = [each for each in sorted(coordinator.read_here()) if each > step]
-    if later:
-        raise SaveRefused(f"the job reads step {later[-1]}: ask again after its restore", step=step)
-    coordinator.rollback(step)
-    return f"step {step} is the latest; later steps are in quarantine"
+    return _AT_A_STEP[asked.errand](coordinator, asked, asked.step)
 
 
-def _unpin(coordinator: Servant, step: int) -> str:
+def _prune(coordinator: Servant, asked: Asked) -> str:
+    """Apply the retention policy of the owner now. Raises ``SaveRefused`` if retention waits."""
+    given_up = coordinator.given_up()
+    if not given_up:
+        return "retention keeps every checkpoint"
+    named = ", ".join(map(str, given_up))
+    if asked.dry:
+        waits = coordinator.retention_waits()
+        return f"would prune: {named}" + (f"; {waits}" if waits else "")
+    coordinator.retire()
+    left = {c.step for c in coordinator.ledger.in_state(State.TRACKED, State.PRUNABLE)}
+    kept = [step for step in given_up if step in left]
+    return f"pruned: {named}" + (f"; not yet: {', '.join(map(str, kept))}" if kept else "")
+
+
+def _drop(coordinator: Servant, asked: Asked) -> str:
+    if asked.name is None:
+        raise ConfigError("drop needs a name in quarantine")
+    coordinator.drop(asked.name)
+    return f"{asked.name} will be deleted"
+
+
+def _pin(coordinator: Servant, asked: Asked, step: int) -> str:
+    coordinator.pin(step, asked.reason)
+    return f"step {step} is pinned"
+
+
+def _unpin(coordinator: Servant, asked: Asked, step: int) -> str:
     was_there = coordinator.ledger.at(step) is not None
     coordinator.unpin(step)
     said = f"step {step} is not pinned any more"
@@ -83,27 +89,11 @@ def _unpin(coordinator: Servant, step: int) -> str:
     return f"{said}; {waits}" if waits and step in coordinator.given_up() else said
 
 
-def _prune(coordinator: Servant, *, dry: bool) -> str:
-    """Apply the retention policy of the owner now. Raises ``SaveRefused`` if retention waits."""
-    given_up = coordinator.given_up()
-    if not given_up:
-        return "retention keeps every checkpoint"
-    named = ", ".join(map(str, given_up))
-    if dry:
-        waits = coordinator.retention_waits()
-        return f"would prune: {named}" + (f"; {waits}" if waits else "")
-    coordinator.retire()
-    left = {c.step for c in coordinator.ledger.in_state(State.TRACKED, State.PRUNABLE)}
-    kept = [step for step in given_up if step in left]
-    return f"pruned: {named}" + (f"; not yet: {', '.join(map(str, kept))}" if kept else "")
-
-
-def _prune_step(coordinator: Servant, step: int, *, dry: bool) -> str:
-    if dry:
-        kept_by = coordinator.kept_by(step)
-        kept = f"step {step} is kept by: {', '.join(kept_by)}"
-        return kept if kept_by else f"would prune: {step}"
-    return prune_step(coordinator, step)
+def _prune_step(coordinator: Servant, asked: Asked, step: int) -> str:
+    if not asked.dry:
+        return prune_step(coordinator, step)
+    kept_by = coordinator.kept_by(step)
+    return f"step {step} is kept by: {', '.join(kept_by)}" if kept_by else f"would prune: {step}"
 
 
 def prune_step(coordinator: Servant, step: int) -> str:
@@ -112,3 +102,27 @@ def prune_step(coordinator: Servant, step: int) -> str:
     if any(c.step == step for c in coordinator.ledger.in_state(State.PRUNABLE)):
         raise StorageError(f"step {step} is not removed yet: the disk refused", step=step)
     return f"pruned: {step}"
+
+
+def _record_metrics(coordinator: Servant, asked: Asked, step: int) -> str:
+    coordinator.record_metrics(step, asked.metrics)
+    told = ", ".join(f"{name} {value:g}" for name, value in sorted(asked.metrics.items()))
+    return f"step {step} has: {told}"
+
+
+def _roll_back(coordinator: Servant, asked: Asked, step: int) -> str:
+    later = [each for each in sorted(coordinator.read_here()) if each > step]
+    if later:
+        raise SaveRefused(f"the job reads step {later[-1]}: ask again after its restore", step=step)
+    coordinator.rollback(step)
+    return f"step {step} is the latest; later steps are in quarantine"
+
+
+_OF_THE_ROOT: Mapping[Errand, Callable[[Servant, Asked], str]] = {"prune": _prune, "drop": _drop}
+_AT_A_STEP: Mapping[Errand, Callable[[Servant, Asked, int], str]] = {
+    "pin": _pin,
+    "unpin": _unpin,
+    "prune_step": _prune_step,
+    "record_metrics": _record_metrics,
+    "rollback": _roll_back,
+}

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 from unittest.mock import Mock
 
 import pytest
@@ -18,8 +19,8 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.core.config import make_config
-from ckptfsm.core.documents import Asked, encode
-from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.documents import Asked, Errand, encode
+from ckptfsm.core.errors import CkptFsmError, ConfigError, SaveRefused
 from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, request_name
 from ckptfsm.core.retention import BestN, LatestN
 from ckptfsm.disk.durable import list_names
@@ -246,6 +247,33 @@ def test_a_living_owner_refuses_a_rollback_while_it_restores_a_later_step(living
     living.coordinator.release(found.lease)
     carry_out(living.coordinator, Asked(nonce="a" * 32, epoch=1, errand="rollback", step=10))
     assert living.coordinator.ledger.latest().step == 10
+
+
+SAID_OF_NOTHING = {
+    "pin": "there is no checkpoint of step 99",
+    "unpin": "step 99 is not pinned any more",
+    "prune": "retention keeps every checkpoint",
+    "prune_step": "there is no checkpoint of step 99",
+    "rollback": "there is no checkpoint of step 99",
+    "drop": "'99.e1.a1' is not in quarantine",
+    "record_metrics": "there is no checkpoint of step 99",
+}
+
+
+@pytest.mark.parametrize("errand", get_args(Errand))
+def test_every_errand_is_carried_out_or_refused(living, errand):
+    """Catches: an errand that no table has, and a request of another program without a step."""
+    asked = Asked(
+        nonce="b" * 32, epoch=1, errand=errand, step=99, name="99.e1.a1", metrics={"a": 1.0}
+    )
+    try:
+        said = carry_out(living.coordinator, asked)
+    except CkptFsmError as error:
+        said = error.message
+    assert said == SAID_OF_NOTHING[errand]
+    if errand != "prune":
+        with pytest.raises(ConfigError, match=f"{errand} needs a (step|name in quarantine)"):
+            carry_out(living.coordinator, Asked(nonce="b" * 32, epoch=1, errand=errand))
 
 
 def test_unpin_tells_no_end_of_a_step_that_was_never_there(tmp_path, capsys):
