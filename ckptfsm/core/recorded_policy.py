@@ -1,7 +1,7 @@
 """The retention policy as the journal records it, and the rules of it that keep a step. Pure.
 
-A record has the form of a configuration, see ``retention.parse_policy``. The code of another class is in
-the trainer: the record of that is ``{"custom": NAME}``.
+A record has the form of a configuration: ``retention.POLICIES`` is the table of both directions. The
+code of another class is in the trainer, and its record is ``{"custom": NAME}``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from typing import Any
 
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.retention import (
-    POLICIES,
-    AllOf,
-    AnyOf,
     BestN,
     CheckpointInfo,
     EveryNSeconds,
@@ -24,42 +21,18 @@ from ckptfsm.core.retention import (
     Policy,
     Steps,
     parse_policy,
+    table_of,
 )
 
 PolicyRecord = Mapping[str, Any]
 _MOST_LETTERS = 4096  # of a record: an opening of the root writes it
-_KNOWN = (*POLICIES.values(), AnyOf, AllOf)
 
 
 def record_of(policy: Policy) -> dict[str, Any]:
     """The record of a policy. A long list of steps is recorded by its class alone."""
-    record = _record_of(policy)
-    return record if len(json.dumps(record)) <= _MOST_LETTERS else _custom(policy)
-
-
-def _record_of(policy: Policy) -> dict[str, Any]:
-    if type(policy) not in _KNOWN:  # a subclass may decide in another way
-        return _custom(policy)
-    match policy:
-        case LatestN(n):
-            return {"latest_n": n}
-        case EveryNSteps(n):
-            return {"every_n_steps": n}
-        case EveryNSeconds(seconds):
-            return {"every_n_seconds": float(seconds)}
-        case BestN(metric, n, mode):
-            return {"best_n": {"metric": metric, "n": n, "mode": mode}}
-        case Steps():
-            return {"steps": sorted(policy.steps)}
-        case AnyOf(policies):
-            return {"any_of": [_record_of(each) for each in policies]}
-        case AllOf(policies):
-            return {"all_of": [_record_of(each) for each in policies]}
-        case _:
-            return {"keep_all": True}
-
-
-def _custom(policy: Policy) -> dict[str, Any]:
+    record = table_of(policy)
+    if len(json.dumps(record)) <= _MOST_LETTERS:
+        return record
     return {"custom": type(policy).__name__[:_MOST_LETTERS]}
 
 

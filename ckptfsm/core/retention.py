@@ -12,8 +12,9 @@ journal carries over restarts, never wall time or mtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -186,18 +187,6 @@ def describe_tracked(ledger: Ledger) -> tuple[CheckpointInfo, ...]:
     )
 
 
-POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {
-        "latest_n": LatestN,
-        "every_n_steps": EveryNSteps,
-        "every_n_seconds": EveryNSeconds,
-        "best_n": BestN,
-        "steps": Steps,
-        "keep_all": KeepAll,
-    }
-)
-
-
 def parse_policy(value: Any) -> Policy:
     """A policy from plain data, as TOML or a dict has it.
 
@@ -213,18 +202,49 @@ def parse_policy(value: Any) -> Policy:
 
 
 def _parse_one(name: str, argument: Any) -> Policy:
-    if name in ("any_of", "all_of"):
-        if not isinstance(argument, Sequence) or isinstance(argument, str) or not argument:
-            raise ConfigError(f"{name} needs a list of policies")
-        policies = tuple(parse_policy(a) for a in argument)
-        return AnyOf(policies) if name == "any_of" else AllOf(policies)
     if name not in POLICIES:
         raise ConfigError(f"unknown retention policy {name!r}; known: {', '.join(POLICIES)}")
+    kind: Callable[..., Policy] = POLICIES[name][0]
+    if kind in (AnyOf, AllOf):
+        if not isinstance(argument, Sequence) or isinstance(argument, str) or not argument:
+            raise ConfigError(f"{name} needs a list of policies")
+        return kind(tuple(map(parse_policy, argument)))
     try:
         if isinstance(argument, Mapping):
-            return POLICIES[name](**argument)
-        if name == "keep_all" and argument is not True:
-            raise ConfigError("keep_all is true or left out")
-        return POLICIES[name]() if name == "keep_all" else POLICIES[name](argument)  # type: ignore[call-arg]
+            return kind(**argument)
+        if kind is not KeepAll:
+            return kind(argument)
     except TypeError as error:
         raise ConfigError(f"retention policy {name}: {error}") from error
+    if argument is not True:
+        raise ConfigError("keep_all is true or left out")
+    return KeepAll()
+
+
+def table_of(policy: Policy) -> dict[str, Any]:
+    """The plain data of a policy, which ``parse_policy`` reads; ``{"custom": NAME}`` for a class that is
+    not in ``POLICIES``. A subclass may decide in another way, so it is such a class too.
+    """
+    for name, (kind, argument) in POLICIES.items():
+        if type(policy) is kind:
+            return {name: argument(policy)}
+    return {"custom": type(policy).__name__}
+
+
+def _tables_of(combined: AnyOf | AllOf) -> list[dict[str, Any]]:
+    return [table_of(policy) for policy in combined.policies]
+
+
+# the name in plain data: the class, and the argument of a policy
+POLICIES: Mapping[str, tuple[type[Policy], Callable[[Any], Any]]] = MappingProxyType(
+    {
+        "latest_n": (LatestN, attrgetter("n")),
+        "every_n_steps": (EveryNSteps, attrgetter("n")),
+        "every_n_seconds": (EveryNSeconds, lambda policy: float(policy.seconds)),
+        "best_n": (BestN, asdict),
+        "steps": (Steps, lambda policy: sorted(policy.steps)),
+        "keep_all": (KeepAll, lambda policy: True),
+        "any_of": (AnyOf, _tables_of),
+        "all_of": (AllOf, _tables_of),
+    }
+)

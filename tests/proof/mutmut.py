@@ -45,7 +45,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),
         "core/keeping": ("keeping",),
-        "core/retention": ("retention", "config"),
+        "core/retention": ("retention", "recorded_policy", "config"),
         "core/events": ("ledger", "lifecycle"),
         "core/parts": ("ledger", "proposal"),
         "core/documents": ("documents", "journal"),

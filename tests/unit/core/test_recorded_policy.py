@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 
 import pytest
@@ -68,6 +69,24 @@ def test_a_policy_of_this_library_is_read_back(policy):
 def test_a_policy_of_another_class_is_not_read_back(policy):
     """Catches: a prune by the rule of a base class."""
     assert policy_of(record_of(policy)) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "record"),
+    [
+        (KeepAll(), {"keep_all": True}),
+        (LatestN(2), {"latest_n": 2}),
+        (EveryNSteps(20), {"every_n_steps": 20}),
+        (EveryNSeconds(300), {"every_n_seconds": 300.0}),
+        (BestN("loss"), {"best_n": {"metric": "loss", "n": 1, "mode": "min"}}),
+        (Steps({30, 10}), {"steps": [10, 30]}),
+        (LatestN(1) & Mine(), {"all_of": [{"latest_n": 1}, {"custom": "Mine"}]}),
+        (LatestN(1) | Steps(()), {"any_of": [{"latest_n": 1}, {"steps": []}]}),
+    ],
+)
+def test_the_form_of_a_record_stays(policy, record):
+    """Catches: a journal that other versions read as another policy."""
+    assert json.dumps(record_of(policy)) == json.dumps(record)
 
 
 def test_a_long_list_is_recorded_by_its_class():
