@@ -292,6 +292,12 @@ class Engine:
         """Drop a pending prune before a rollback: it must not come after it."""
         self._pending = tuple(c for c in self._pending if c != Prune(of))
 
+    def forget_retention(self) -> None:
+        """Drop retention that was put off before a rollback: the save that it was due for is withdrawn,
+        and the target may not have been read.
+        """
+        self._retire_due = False
+
     def run_seconds(self) -> float:
         """Training time accumulated over all runs on this root, in seconds."""
         return self._run_base + (self._clock.monotonic() - self._opened_at)

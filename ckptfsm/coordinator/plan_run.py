@@ -220,6 +220,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
     for checkpoint in engine.ledger.in_state(State.PRUNABLE):
         _resume_prune(engine, checkpoint)
     engine.forget_trackers()
+    engine.forget_retention()
     for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
         if target is None or checkpoint.step > target:
             engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))

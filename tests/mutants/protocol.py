@@ -1595,6 +1595,16 @@ FENCES = (
         why="the last good checkpoint goes, and then the latest turns out to be damaged",
     ),
     mutant(
+        "retention-that-was-put-off-comes-after-a-rollback",
+        "coordinator.plan_run:roll_back",
+        "engine.forget_retention()",
+        "pass",
+        breaks="I2",
+        source="F21",
+        killers=("tests:prune/retention_that_was_put_off_does_not_come_after_a_rollback",),
+        why="each step older than the target goes, and then the target turns out to be damaged",
+    ),
+    mutant(
         "a-request-is-not-fenced",
         "coordinator.coordinator:Coordinator.request",
         "self._engine.check_epoch()\nof = AttemptId(",
