@@ -7,7 +7,10 @@ from pathlib import Path
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.parts import PartSpec
 from ckptfsm.testing.harness import PARTS, FakeJob
+
+TREE = (PartSpec("state", kind="tree"),)  # the shards of a fake job are no torch_dist files
 
 
 def real_job(root: Path, **settings) -> FakeJob:

@@ -25,7 +25,7 @@ from ckptfsm.cli.reading import HERE, Root, Step, opened
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, first_problem
-from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
+from ckptfsm.core.errors import ConfigError, DamagedRoot, OutcomeUnknown, RootBusy
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
@@ -35,6 +35,7 @@ from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of
 from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.disk.verification import verify_step
 from ckptfsm.views.timeline import clean
 
 _LOOK_S = 0.2
@@ -143,9 +144,21 @@ def _prune_without_owner(root: Path, overview: Overview, policy: Policy, *, dry:
         named = ", ".join(map(str, steps))
         put([f"would prune: {named}" if steps else "nothing to prune: everything is kept"])
         return
+    _verify_latest(root, overview)
     with owned(root) as (coordinator, _):
         for step in steps:  # each is judged again: recovery may have moved something
             put([prune_step(coordinator, step)])
+
+
+def _verify_latest(root: Path, overview: Overview) -> None:
+    """Raise ``DamagedRoot`` if the latest checkpoint is damaged: the older ones may be needed then."""
+    latest = overview.ledger.latest()
+    assert latest is not None, "without a latest checkpoint nothing is prunable"
+    with opened(root) as storage:
+        verdict = verify_step(storage, overview.layout, latest.step)
+    if not verdict.good:
+        said = f"nothing is pruned, because the latest is damaged: {verdict.problems[0]}"
+        raise DamagedRoot(said, step=latest.step, file=overview.root)
 
 
 def lease(

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from cli_runs import ran, said
 from managers import QUICK, weights
-from real_roots import crashed, real_job, real_root
+from real_roots import TREE, crashed, real_job, real_root
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing
@@ -68,13 +68,27 @@ def test_a_pin_of_a_dead_root_is_there_until_it_is_ended(tmp_path, capsys):
 
 
 def test_I7_prune_of_a_dead_root_never_takes_the_latest(tmp_path, capsys):
-    real_root(tmp_path, 10, 20, 30)
+    real_root(tmp_path, 10, 20, 30, parts=TREE)
     args = ("prune", "--keep-latest", "0", "-r", tmp_path)
     assert said(capsys, *args, "--dry-run") == "would prune: 10, 20\n"
     assert (tmp_path / "iter_0000010").exists()
     said(capsys, *args, "--apply")
     assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == ["iter_0000030"]
     assert said(capsys, *args, "--apply") == "nothing to prune: everything is kept\n"
+
+
+def test_a_prune_of_a_dead_root_verifies_the_latest_first(tmp_path, capsys):
+    """Catches: the last good checkpoint deleted by hand, because a newer one is there and is damaged."""
+    real_root(tmp_path, 10, 20, 30, parts=TREE)
+    file = tmp_path / "iter_0000030/__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    args = ("prune", "--keep-latest", "1", "--apply", "-r", tmp_path)
+    status, out, err = ran(capsys, *args)
+    assert (status, out) == (1, "") and "nothing is pruned, because the latest is damaged" in err
+    assert len(list(tmp_path.glob("iter_*"))) == 3
+    file.write_bytes(content)
+    assert "pruned: 20" in said(capsys, *args)
 
 
 def test_multiples_are_kept_by_a_prune_of_a_dead_root(tmp_path, capsys):
@@ -284,7 +298,7 @@ def test_unpin_tells_no_end_of_a_step_that_was_never_there(tmp_path, capsys):
 def test_F6_a_prune_that_the_disk_put_off_is_not_called_done(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Mover, "prune", Mock(side_effect=OSError(errno.EIO, "the disk is gone")))
     for number, which in enumerate((("10",), ("--keep-latest", "1"))):
-        root = real_root(tmp_path / str(number), 10, 20)
+        root = real_root(tmp_path / str(number), 10, 20, parts=TREE)
         status, out, err = ran(capsys, "prune", *which, "--apply", "-r", root)
         assert (status, out) == (1, "") and "is not removed yet" in err
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from cli_runs import ran, said
-from real_roots import real_job, real_root
+from real_roots import TREE, real_job, real_root
 
 from ckptfsm.cli import app as application
-from ckptfsm.core.parts import PartSpec
 
-TREE = (PartSpec("state", kind="tree"),)
 NEEDS_TORCH = {"demo"}
 HELD_ON = {"lease"}  # goes on until its time is over, or Ctrl-C
 

@@ -12,10 +12,9 @@ from unittest.mock import Mock
 import pytest
 from cli_runs import ran, said
 from packaging.requirements import Requirement
-from real_roots import real_root
+from real_roots import TREE, real_root
 
 from ckptfsm.cli import app, demo_command
-from ckptfsm.core.parts import PartSpec
 from ckptfsm.demo import run as run_of_demo
 
 if sys.version_info >= (3, 11):
@@ -24,7 +23,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[3]
-TREE = (PartSpec("state", kind="tree"),)  # the shards of the fake job are no torch_dist files
 HEAVY = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
 RUN = """
 import sys

@@ -8,15 +8,13 @@ from typing import ClassVar
 
 import pytest
 from cli_runs import ran, said
-from real_roots import real_job, real_root
+from real_roots import TREE, real_job, real_root
 from rich.progress import Progress
 from strangers import newer_files
 
 from ckptfsm.cli import verifying
-from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk import verification
 
-TREE = (PartSpec("state", kind="tree"),)  # the shards of the fake job are no torch_dist files
 SHARD = "iter_0000020/__0_0.distcp"
 
 
