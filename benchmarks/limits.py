@@ -16,19 +16,28 @@ RAW = "raw write, 2 files"
 _CHUNK_BYTES = 4 << 20
 _FILES = 2
 _FLOAT_BYTES = 4
+_THREADS = {1: "1 thread", 2: "2 threads"}
 
 
 def run(options: Options) -> list[Figure]:
-    """A preallocated direct write of the state, fsynced, and a copy of it in memory (ms)."""
+    """A preallocated direct write of the state, fsynced, and copies of it in memory (ms)."""
     raw = [_raw(options.work / "raw", options.state_bytes) for _ in range(options.pairs)]
+    return [in_unit(RAW, "ms", MS, raw), *_copies(options)]
+
+
+def _copies(options: Options) -> list[Figure]:
+    """A copy of the state by each number of torch's threads (ms)."""
     source = torch.rand(max(1, options.state_bytes // _FLOAT_BYTES))
     target = torch.empty_like(source)
-    target.copy_(source)
-    copied = [timed(partial(target.copy_, source)) for _ in range(options.pairs)]
-    return [
-        in_unit(RAW, "ms", MS, raw),
-        in_unit("copy of memory, 1 thread", "ms", MS, copied),
-    ]
+    before = torch.get_num_threads()
+    figures = []
+    for threads, name in _THREADS.items():
+        torch.set_num_threads(threads)
+        target.copy_(source)
+        copied = [timed(partial(target.copy_, source)) for _ in range(options.pairs)]
+        figures.append(in_unit(f"copy of memory, {name}", "ms", MS, copied))
+    torch.set_num_threads(before)
+    return figures
 
 
 def _raw(place: Path, size: int) -> float:
