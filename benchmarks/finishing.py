@@ -6,10 +6,6 @@ disk: from the last receipt, which follows the shards, to the tracker.
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,11 +15,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from benchmarks.measure import MS, Figure, Options, in_unit
+from benchmarks.real_ranks import RANKS, report, run_ranks
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.core.layout import MEGATRON, TRACKER, receipt_name
 from ckptfsm.megatron.compat import cpu_devices
 
-_RANKS = 2
 _TARGET_MS = 50.0
 _STATE_BYTES = 256 << 20  # at most, of both ranks: it must be written while they compute
 _FLOAT_BYTES = 4
@@ -31,35 +27,20 @@ _FLOAT_BYTES = 4
 
 def run(options: Options) -> list[Figure]:
     """The delay of each save (ms)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    size = min(options.state_bytes, _STATE_BYTES) // _RANKS
+    size = min(options.state_bytes, _STATE_BYTES) // RANKS
     saves = max(2, options.pairs // 3)
-    command = [sys.executable, "-m", __name__, str(options.work), str(size), str(saves)]
-    command.append(str(options.busy_s))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(_RANKS)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**os.environ, **where, "RANK": str(rank)}, stdout=subprocess.PIPE
-        )
-        for rank in range(_RANKS)
-    ]
-    said = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("a rank of the benchmark failed")
-    samples = json.loads(said[0])
-    name = f"shards durable to tracked, {_RANKS} ranks, busy for {options.busy_s:g} s"
+    samples = run_ranks(__name__, options.work, size, saves, options.busy_s)
+    name = f"shards durable to tracked, {RANKS} ranks, busy for {options.busy_s:g} s"
     return [in_unit(name, "ms", MS, samples, _TARGET_MS)]
 
 
-def rank_main(root: Path, size: int, saves: int, busy_s: float) -> None:
-    """A rank: save and compute. Rank 0 prints the delays in seconds."""
+def rank_main(work: Path, size: int, saves: int, busy_s: float) -> None:
+    """A rank: save and compute. Rank 0 reports the delays in seconds."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, delays = dist.get_rank(), []
+    root, rank, delays = work / "root", dist.get_rank(), []
     tensor = torch.rand(size // _FLOAT_BYTES)
-    state = {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, _RANKS))}
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, RANKS))}
     with cpu_devices(), CheckpointManager(root, retention=LatestN(2)) as manager:
         for step in range(1, saves + 2):  # the first is a warm-up
             manager.save(step, state)
@@ -69,7 +50,7 @@ def rank_main(root: Path, size: int, saves: int, busy_s: float) -> None:
             manager.wait_until_finished()
     dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps(delays))
+        report(work, delays)
 
 
 def _compute(seconds: float) -> None:
@@ -84,7 +65,7 @@ def _delay(root: Path, step: int, otherwise: float) -> float:
     tracker = root / TRACKER
     if not directory.exists() or int(tracker.read_text()) != step:
         return otherwise
-    receipts = [directory / receipt_name("state", rank) for rank in range(_RANKS)]
+    receipts = [directory / receipt_name("state", rank) for rank in range(RANKS)]
     last = max(receipt.stat().st_mtime_ns for receipt in receipts)
     return (tracker.stat().st_mtime_ns - last) / 1e9
 
