@@ -17,6 +17,7 @@ OTHERS = ("peers", "device")  # not by default: they take long, or need a GPU
 GROUPS = (
     "saving",
     "engines",
+    "two_ranks",
     "finishing",
     "restoring",
     "memory",

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
-from benchmarks.sides import TrainingState
+from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.megatron.compat import process_group
 from ckptfsm.megatron.device_copies import DeviceCopies

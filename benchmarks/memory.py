@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
-from benchmarks.sides import ManagerSide, Side, TrainingState, both_sides
+from benchmarks.sides import ManagerSide, Side, both_sides
+from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.megatron.compat import cpu_devices, process_group
 

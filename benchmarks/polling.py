@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from benchmarks.measure import MS, US, Figure, Options, in_unit, timed
-from benchmarks.sides import Side, TrainingState, both_sides
+from benchmarks.sides import Side, both_sides
+from benchmarks.state import TrainingState
 
 _IDLE_CALLS = 500
 _TARGETS_US: Mapping[str, float] = MappingProxyType({"idle": 5.0, "busy": 20.0})

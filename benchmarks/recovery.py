@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import commands
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
-from benchmarks.sides import TrainingState
+from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process

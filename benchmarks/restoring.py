@@ -18,7 +18,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from benchmarks.measure import MS, Figure, Options, balanced, in_unit, ratio, timed
-from benchmarks.sides import TrainingState
+from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices, process_group

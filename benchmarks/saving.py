@@ -20,7 +20,8 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.measure import MS, Figure, Options, balanced, difference, in_unit, ratio, timed
-from benchmarks.sides import Side, TrainingState, both_sides
+from benchmarks.sides import Side, both_sides
+from benchmarks.state import TrainingState
 
 _SAVE_TARGET = 1.05
 _LOADABLE_TARGET = 1.10

@@ -11,46 +11,21 @@ import contextlib
 import inspect
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from ckptfsm import CheckpointManager, LatestN, SaveHandle
 from ckptfsm.core.layout import MEGATRON, TRASH
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
-_TENSORS = 16
-_FLOAT_BYTES = 4
-_CLEAR_S = 60.0
-
 _ASKED = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters  # from 0.17 on
 _HOW: dict[str, Any] = {"async_strategy": "mcore"} if _ASKED else {}
-
-
-class TrainingState:
-    """``state_bytes`` of float32 tensors that a training step updates in place."""
-
-    def __init__(self, state_bytes: int, device: str = "cpu") -> None:
-        length = max(1, state_bytes // _TENSORS // _FLOAT_BYTES)
-        self.tensors = [torch.rand(length, device=device) for _ in range(_TENSORS)]
-
-    def sharded(self, step: int) -> dict[str, Any]:
-        """The sharded state dict of ``step``, with a little common state."""
-        named = {f"layer.{i}.weight": tensor for i, tensor in enumerate(self.tensors)}
-        shards = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in named.items()}
-        return {**shards, "step": step, "args": {"lr": 1e-3, "seed": 1234}}
-
-    def update(self) -> None:
-        """Update every tensor in place, as an optimizer does."""
-        for tensor in self.tensors:
-            tensor.add_(1)
 
 
 class Side(Protocol):
@@ -67,7 +42,7 @@ class Side(Protocol):
     def poll(self) -> bool: ...
 
     def clear(self) -> None:
-        """Delete everything that can be deleted and sync, outside of the timed part."""
+        """Delete everything that can be deleted and sync, outside of the timed part (collective)."""
         ...
 
 
@@ -81,7 +56,7 @@ class StockSide:
         queue: Any = None,
         how: Mapping[str, Any] = MappingProxyType(_HOW),
     ) -> None:
-        root.mkdir()
+        root.mkdir(exist_ok=True)  # every rank makes it
         self.name = name
         self._root = root
         self._queue = queue or AsyncCallsQueue(persistent=False)
@@ -89,7 +64,7 @@ class StockSide:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         directory = self._root / MEGATRON.published_name(step)
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         request = dist_checkpointing.save(
             state, str(directory), async_sharded_save=True, **self._how
         )
@@ -103,9 +78,10 @@ class StockSide:
         return self._queue.get_num_unfinalized_calls() == 0
 
     def clear(self) -> None:
-        for directory in self._root.iterdir():
-            shutil.rmtree(directory)
-        os.sync()
+        if dist.get_rank() == 0:
+            for directory in self._root.iterdir():
+                shutil.rmtree(directory)
+            os.sync()
 
     def close(self) -> None:
         """End the queue's process."""
@@ -133,16 +109,18 @@ class ManagerSide:
 
     def clear(self) -> None:
         """Let retention finish; empty the trash by hand, since the manager does it at leisure."""
-        deadline = time.monotonic() + _CLEAR_S
-        while len(list(self.root.glob("iter_*"))) > 1 and time.monotonic() < deadline:
-            self._manager.poll()
-            time.sleep(0.001)
-        for directory in (self.root / TRASH).iterdir():
-            try:
-                shutil.rmtree(directory)
-            except FileNotFoundError:
-                continue  # the manager was removing the same directory
-        os.sync()
+        self._manager.wait_until_finished()  # on every rank, as each poll
+        if dist.get_rank() == 0:
+            _empty(self.root / TRASH)
+
+
+def _empty(trash: Path) -> None:
+    for directory in trash.iterdir():
+        try:
+            shutil.rmtree(directory)
+        except FileNotFoundError:
+            continue  # the manager was removing the same directory
+    os.sync()
 
 
 @contextlib.contextmanager

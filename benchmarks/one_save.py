@@ -1,0 +1,127 @@
+"""A save with a pass and an update behind it: its stall, time until loadable, and CPU time.
+
+The stall of a save is everything that it costs the trainer: the time in our calls, and how much
+longer than usual the pass and the update take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import Options, timed
+from benchmarks.sides import Side
+from benchmarks.state import TrainingState
+
+PLACES = ("save()", "the pass", "before_update()", "the update")
+WARM_UP_ROUNDS = 2
+_USUAL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A save, in seconds; ``cpu_s`` of the trainer and its writers.
+
+    The stall has four places: ``save``, the pass, ``before_update`` and the update. Only the
+    excess of the pass and of the update counts. An excess within the noise of the machine can be
+    negative for one sample.
+    """
+
+    places_s: tuple[float, float, float, float]
+    loadable_s: float
+    cpu_s: float
+
+    @property
+    def stall_s(self) -> float:
+        return max(0.0, sum(self.places_s))
+
+
+class Pass:
+    """A forward and backward pass that takes about ``seconds``: products of two matrices."""
+
+    def __init__(self, seconds: float) -> None:
+        self._matrix = torch.rand(512, 512)
+        one = min(timed(self._product) for _ in range(20))
+        self._products = round(seconds / one)
+
+    def __call__(self) -> None:
+        for _ in range(self._products):
+            self._product()
+
+    def _product(self) -> None:
+        torch.mm(self._matrix, self._matrix)
+
+
+def save_in_turns(
+    sides: Sequence[Side], state: TrainingState, work_s: float, options: Options
+) -> dict[str, list[Sample]]:
+    """The samples of each side. All ranks call it together; the order of the sides alternates.
+
+    ``work_s`` is the time of the pass for each GiB of the state.
+    """
+    between = Pass(work_s * options.state_bytes / (1 << 30))
+    samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
+    for number in range(WARM_UP_ROUNDS + options.pairs):
+        for side in sides if number % 2 == 0 else reversed(sides):
+            sample = save_once(side, number + 1, state, between, options.poll_interval_s)
+            _clear(side)
+            if number >= WARM_UP_ROUNDS:
+                samples[side.name].append(sample)
+    return samples
+
+
+def save_once(
+    side: Side, step: int, state: TrainingState, between: Pass, poll_interval_s: float
+) -> Sample:
+    """A save from call to loadable, with a pass and an update behind it. All ranks begin together."""
+    usual_pass_s, usual_update_s = _usual(between), _usual(state.update)
+    sharded = state.sharded(step)
+    dist.barrier()
+    cpu_s = _cpu_s()
+    began = time.perf_counter()
+    places_s = (
+        timed(partial(side.save, step, sharded)),
+        timed(between) - usual_pass_s,
+        timed(side.before_update),
+        timed(state.update) - usual_update_s,
+    )
+    while not side.poll():
+        time.sleep(poll_interval_s)
+    loadable = time.perf_counter()
+    return Sample(places_s, loadable - began, _cpu_s() - cpu_s - usual_pass_s - usual_update_s)
+
+
+def _clear(side: Side) -> None:
+    """Delete once all ranks have ended their save, and wait for the rank that deletes."""
+    dist.barrier()
+    side.clear()
+    dist.barrier()
+
+
+def _usual(work: Callable[[], object]) -> float:
+    """The median time of ``work`` without a save.
+
+    An excess over it that is within the noise of the machine can be negative for one sample.
+    """
+    return statistics.median(timed(work) for _ in range(_USUAL))
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and all below it, living or ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
