@@ -24,6 +24,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic.dataclasses import dataclass
 
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.core.layout import JOB_NAME, MEGATRON
@@ -65,7 +66,8 @@ class Document(BaseModel):
     )
 
 
-class FileEntry(Document):
+@dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, slots=True, kw_only=True)
+class FileEntry:
     """A file of a checkpoint; ``digest`` is ``xxh3_128:<hex>`` of its content."""
 
     name: FileName

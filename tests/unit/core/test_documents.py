@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -328,3 +330,22 @@ def test_F30_a_file_name_with_dots_for_a_component_is_refused(name):
     """Catches: a document that names a file outside its directory, or one file by two names."""
     with pytest.raises(ValidationError):
         FileEntry(name=name, bytes=1)
+
+
+def test_an_entry_of_a_file_is_one_object_for_the_garbage_collector() -> None:
+    """Catches: full collections of a trainer's objects, because a save of many ranks made millions."""
+    (entry,) = d.decode(d.Receipt, d.encode_sealed(RECEIPT), "r").files
+    held = [o for o in gc.get_referents(entry) if gc.is_tracked(o) and not isinstance(o, type)]
+    assert held == []
+
+
+def test_an_entry_of_a_file_is_strict_and_frozen_and_can_be_sent() -> None:
+    """Catches: an entry with an unknown field, a number as text, or a digest that changes later."""
+    entry = FileEntry(name="a/b", bytes=1)
+    assert pickle.loads(pickle.dumps(entry)) == entry
+    assert {entry: 1}[FileEntry(name="a/b", bytes=1, digest=None)] == 1
+    for wrong in ({"bytes": "1"}, {"name": "../a"}, {"bytes": -1}, {"more": 1}, {"digest": 1}):
+        with pytest.raises(ValidationError):
+            FileEntry(**{"name": "a", "bytes": 1, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        entry.digest = "xxh3_128:"  # type: ignore[misc]
