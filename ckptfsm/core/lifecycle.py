@@ -122,6 +122,16 @@ class Checkpoint:
     def step(self) -> int:
         return self.id.step
 
+    @property
+    def expected(self) -> frozenset[tuple[str, int]]:
+        """See ``expected_reports``."""
+        return _reports_of(self.parts, self.world_size)
+
+    @property
+    def writers(self) -> frozenset[int]:
+        """See ``writing_ranks``."""
+        return _writers_of(self.parts, self.world_size)
+
 
 @lru_cache(maxsize=64)
 def _reports_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[tuple[str, int]]:
@@ -139,12 +149,12 @@ def _writers_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[int]:
 
 def expected_reports(checkpoint: Checkpoint) -> frozenset[tuple[str, int]]:
     """Every (part, rank) that must be durable before the checkpoint may be finalized (I3)."""
-    return _reports_of(checkpoint.parts, checkpoint.world_size)
+    return checkpoint.expected
 
 
 def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
     """The ranks that have a writer for this checkpoint."""
-    return _writers_of(checkpoint.parts, checkpoint.world_size)
+    return checkpoint.writers
 
 
 def has_finalizers(checkpoint: Checkpoint) -> bool:
@@ -459,11 +469,13 @@ def absorb(
 class _Tally:
     """A checkpoint while ranks report: the guards read it as they read a ``Checkpoint``.
 
-    A set of facts is copied at the first report that adds to it.
+    A set of facts is copied at the first report that adds to it. The sets of all ranks are looked up
+    once: to find them by the parts costs as much as the rest of a report.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.parts, self.world_size = checkpoint.parts, checkpoint.world_size
+        self.expected, self.writers = checkpoint.expected, checkpoint.writers
         self.published = checkpoint.published
         self.forked: Set[int] = checkpoint.forked
         self.reported: Set[tuple[str, int]] = checkpoint.reported

@@ -15,6 +15,7 @@ import pytest
 from transitions import Machine
 
 from ckptfsm.core import events as m
+from ckptfsm.core import lifecycle
 from ckptfsm.core.errors import IllegalTransition
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import (
@@ -330,6 +331,15 @@ def test_absorb_of_many_reports_is_apply_of_each():
     assert absorb(begun, mixed, 2)[1] == len(mixed) - 2, "rank 0 has not forked then"
     assert absorb(begun, [*mixed[:4], mixed[0]])[1] == 4, "a report counts once"
     assert absorb(begun, mixed, len(mixed)) == (begun, 0)
+
+
+def test_absorb_looks_up_the_ranks_once_for_all_reports():
+    """Catches: a look-up by all parts for each report, which is half of its cost."""
+    begun, looked = Checkpoint(OF, S.REQUESTED, PARTS, 100), lifecycle._writers_of.cache_info
+    before = looked()
+    assert absorb(begun, [m.WriterForked(OF, rank, 100) for rank in range(99)])[1] == 99
+    after = looked()
+    assert after.hits + after.misses - before.hits - before.misses == 1
 
 
 def test_I3_expected_reports_are_all_parts_of_all_their_ranks():
