@@ -13,13 +13,15 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from ckptfsm.core.parts import Sent
+
 _CRC = struct.Struct("<I")
 _MASK = (1 << 64) - 1
 _HASH_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(Sent):
     """The fields of a tail that depend on the data. Positions count from the tail's first byte.
 
     - ``data_crcs``, ``id_crcs``: the places of the CRC-32 of the data, and of the id record.

@@ -31,6 +31,7 @@ import xxhash
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.layout import join
+from ckptfsm.core.parts import Sent
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, PartJob, Storage, Written
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.writers.blob import Patch
@@ -46,7 +47,7 @@ _STREAMS = 2  # writes of one file in flight
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(Sent):
     """Bytes that are known when the save is planned."""
 
     data: bytes
@@ -57,7 +58,7 @@ class Literal:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Sent):
     """``size`` bytes of the trainer at ``address``: the data of one tensor.
 
     ``lent``: the trainer can change them; it cannot if they are a copy that was made for the save.
@@ -69,7 +70,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(Sent):
     """The data of one tensor, as it was when the save was staged."""
 
     data: bytes
@@ -80,7 +81,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(Sent):
     """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
 
     data: bytes
@@ -106,7 +107,7 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class Image(Sent):
     """A file as it will be. ``name`` is relative to the step's directory, ``size`` in bytes."""
 
     name: str
@@ -413,7 +414,7 @@ def copying_of(parts: Sequence[PartJob]) -> Copying | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePart:
+class ImagePart(Sent):
     """The share of a rank in a part, as images. See ``ports.PartJob``.
 
     ``made`` are directories below the step's that the images need besides the part's. ``source`` is
