@@ -302,6 +302,7 @@ class StateCopy:
 
     def __init__(self, owner: DeviceCopies, device: Device, arena: Arena) -> None:
         self._owner, self._device, self._arena = owner, device, arena
+        self.host_copied = False
         self._used = 0
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._large: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -58,7 +58,8 @@ class Held:
         """The first tensor that was changed since it was added, in words; "" if none was."""
         if self.gone:
             return "the state was let go of before the writer had read it"
-        for name, tensor, address, version in self.tensors:
+        copied = self.device is not None and self.device.host_copied
+        for name, tensor, address, version in () if copied else self.tensors:
             if tensor.data_ptr() != address:
                 return f"{name} was moved before the writer had read it"
             if version_of(tensor) != version:

@@ -354,6 +354,9 @@ def write_image(storage: Storage, location: str, image: Image, source: ChunkSour
 class Copying(Protocol):
     """Copies of an accelerator's state into memory of the images, which may be on their way."""
 
+    host_copied: bool
+    """True once the host's state is copied, too: the trainer may change it."""
+
     def done(self) -> bool:
         """True once the memory has the state. Raises the error of the copies; never waits."""
         ...

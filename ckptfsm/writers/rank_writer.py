@@ -213,7 +213,7 @@ class RankWriter:
             copying = self._copying
             if copying is not None and not self.has_copy:
                 copying.order_updates()
-        if copying is None or self._lent:
+        if copying is None or (self._lent and not copying.host_copied):
             self.await_copy(clock, hear)
 
     def await_copy(

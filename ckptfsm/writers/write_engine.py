@@ -202,8 +202,10 @@ class WriteEngine:
             again=again if copying is None and _may_restart(job) else None,
         )
         try:
-            if copying is not None and not self._gate:
-                copying.order_updates()
+            if copying is not None:
+                copying.host_copied = not reading.lent
+                if not self._gate:
+                    copying.order_updates()
         except BaseException:  # of the accelerator: the caller will not get this writer
             running.kill(_KILL_WAIT_S)
             raise

@@ -192,6 +192,23 @@ def test_state_on_host_and_accelerator_is_saved_together(trainers, device):
     trainer.assert_saved(1)
 
 
+def test_host_state_may_change_when_an_eager_save_returns(trainers, fake):
+    """Catches: a save that fails because the host's state changed, which was copied long before; a
+    trainer that waits for the accelerator because of it."""
+    trainer = trainers(fake, engine="eager", on_failure="raise")
+    on_host = torch.ones(LARGE)
+    trainer.save(1, host=on_host)
+    trainer.manager.before_update()
+    assert not trainer.job.holds_copy, "the accelerator has not copied yet"
+    on_host.zero_()
+    trainer.update()
+    fake.run()
+    trainer.manager.wait_until_finished()
+    state = {"host": ShardedTensor.from_rank_offsets("host", torch.zeros(LARGE))}
+    assert torch.equal(trainer.manager.restore(state).state["host"], torch.ones(LARGE))
+    trainer.assert_saved(1)
+
+
 def test_the_arena_is_pinned_once(trainers, fake):
     """Catches: memory that is pinned for each save, or is still pinned when the manager is closed."""
     trainer = trainers(fake)

@@ -780,7 +780,7 @@ class Copies:
     """Copies of an accelerator that are made, or fail, when a test says so."""
 
     def __init__(self) -> None:
-        self.made = False
+        self.made = self.host_copied = False
         self.error = ""
         self.said: list[str] = []
 
@@ -834,6 +834,7 @@ def test_a_gate_of_host_memory_stays_closed_beside_an_accelerator(engine, storag
     copies.made = True
     part = replace(state.part(), copying=copies)
     run = writer(engine(mode="gated"), storage, part)
+    assert not copies.host_copied
     run.before_update(SystemClock())
     assert run.has_copy
     ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
@@ -847,6 +848,8 @@ def test_an_eager_copy_of_host_memory_does_not_wait_for_an_accelerator(engine, s
     wanted = state.wanted(0)
     run = writer(engine(mode="eager"), storage, copied_part(copies), state.part("host", "__1"))
     assert copies.said == ["order_updates"]
+    assert copies.host_copied
+    run.before_update(SystemClock())
     assert not run.has_copy
     ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
     copies.made = True
