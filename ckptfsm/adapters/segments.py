@@ -10,6 +10,7 @@ does not freeze a segment: a forked child sees later changes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -58,6 +59,17 @@ class Segment:
         if self._mapping is None:
             raise OSError(errno.EBADF, f"the segment at {self.address:#x} was closed")
         return self._mapping
+
+    def give_back(self) -> None:
+        """Close it, and give the pages back at once: all processes that have it find zeros.
+
+        A forked child keeps a descriptor and a mapping, and with these the pages of a segment that is
+        closed only.
+        """
+        if self._mapping is not None:
+            with contextlib.suppress(OSError):  # else the last process gives them back
+                self._mapping.madvise(mmap.MADV_REMOVE)
+        self.close()
 
     def close(self) -> None:
         """Let go of the descriptor and the mapping. A second call has no effect."""

@@ -51,15 +51,29 @@ def ranges_of(parts: Iterable[FromImages], *, lent_only: bool = False) -> list[R
 class Arena:
     """A segment for one copy of a job's memory. Raises ``OSError`` if it cannot be had.
 
-    Rule: nothing is copied into it while a process may read an earlier copy.
+    Rules: nothing is copied into it while a process may read an earlier copy, and the memory is not
+    given back. The process that made it does both: a forked child shares the memory.
     """
 
     def __init__(self, size: int) -> None:
         self.segment = Segment(size)
+        self._owner = os.getpid()
 
     @property
     def size(self) -> int:
         return self.segment.size
+
+    @property
+    def is_inherited(self) -> bool:
+        """True if this process was forked, and its parent uses the arena."""
+        return os.getpid() != self._owner
+
+    def close(self) -> None:
+        """Give the memory back, also if a forked child still has it."""
+        if self.is_inherited:
+            self.segment.close()
+        else:
+            self.segment.give_back()
 
     def take(self, ranges: Sequence[Range]) -> list[Span]:
         """Copy the ranges, and return where each of them is now.

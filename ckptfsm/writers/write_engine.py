@@ -36,7 +36,9 @@ import contextlib
 import ctypes
 import logging
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,6 +138,8 @@ class WriteEngine:
         self._gate = settings.mode == "gated"
         self._lent: list[Segment] = []
         self._arena: Arena | None = None  # with no copy that is still read
+        self._taking = threading.Lock()  # of the arena: agents end jobs on their threads
+        self._running: weakref.WeakSet[WriteJob] = weakref.WeakSet()
         self._told = self._uncounted = False
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
@@ -190,6 +194,8 @@ class WriteEngine:
         order = self._order(storage, job, reading)
         process = self._ready() if copying is not None else self._ordered(order, storage, reading)
         if process is None:
+            if reading.arena is not None:
+                reading.arena.close()
             return self._forked(storage, job, ranges)
         give = partial(self._give, process, order, storage, reading)
         again = partial(self._begin_again, order, storage, reading)
@@ -258,12 +264,16 @@ class WriteEngine:
     ) -> Reading | None:
         """Copy some of the ranges. The trainer cannot change the others, or they lie in segments."""
         size = arena_bytes(copied)
-        arena, self._arena = self._arena, None  # not used again if an error comes now
+        arena = self._take_arena()  # not used again if an error comes now
+        if arena is not None and arena.is_inherited:
+            arena = None
         if arena is None or arena.size < size:
             if not self._affords(size - (arena.size if arena is not None else 0)):
-                self._arena = arena
+                if arena is not None:
+                    self.take_back_arena(arena)
                 return None
-            arena = None  # first: else both are there for a moment
+            if arena is not None:
+                arena.close()  # first: else both are there for a moment
             try:
                 arena = Arena(size)
             except OSError as error:
@@ -396,16 +406,33 @@ class WriteEngine:
 
     def take_back_arena(self, arena: Arena) -> None:
         """Use an arena again: the process that read it is done, or dead."""
-        if self._arena is None or self._arena.size < arena.size:
-            self._arena = arena
+        with self._taking:
+            kept, self._arena = self._arena, arena
+            if kept is not None and kept.size >= arena.size:
+                kept, self._arena = arena, kept
+        if kept is not None:
+            kept.close()
+
+    def _take_arena(self) -> Arena | None:
+        """The arena, for the caller alone."""
+        with self._taking:
+            arena, self._arena = self._arena, None
+        return arena
+
+    def watch(self, running: WriteJob) -> None:
+        """End this job when the engine is closed."""
+        self._running.add(running)
 
     def close(self, timeout_s: float = _KILL_WAIT_S) -> None:
-        """End the process, and close the segments."""
+        """End all processes, and close the segments."""
+        for running in list(self._running):
+            running.kill(timeout_s)
         for segment in self._lent:
             segment.close()
-        if self._arena is not None:
-            self._arena.segment.close()
-        self._lent, self._arena = [], None
+        arena = self._take_arena()
+        if arena is not None:
+            arena.close()
+        self._lent = []
         process, self._process = self._process, None
         if process is not None:
             process.close()
@@ -465,6 +492,7 @@ class WriteJob:
         self._taken = self._confirmed = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
+        engine.watch(self)
 
     @property
     def holds_copy(self) -> bool:

@@ -239,13 +239,25 @@ MUTANTS = (
     ),
     mutant(
         "an-arena-that-is-read-is-filled-again",
-        "writers.write_engine:WriteEngine._from_arena",
+        "writers.write_engine:WriteEngine._take_arena",
         "arena, self._arena = self._arena, None",
         "arena = self._arena",
         breaks="I5",
         source="order",
         killers=("tests:test_write_engine.py::test_an_arena_that_is_read_is_not_filled_again",),
         why="the files of a save have the state of the next one",
+    ),
+    mutant(
+        "a-forked-trainer-fills-the-arena-of-its-parent",
+        "writers.trainers_memory:Arena.is_inherited",
+        "return os.getpid() != self._owner",
+        "return False",
+        breaks="I5",
+        source="order",
+        killers=(
+            "tests:test_write_engine.py::test_a_forked_trainer_does_not_fill_the_arena_of_its_parent",
+        ),
+        why="a fork shares an arena, which a writer of the parent may read",
     ),
     mutant(
         "a-fork-sees-later-changes-of-shared-memory",

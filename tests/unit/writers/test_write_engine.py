@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -575,6 +576,66 @@ def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
     assert isinstance(ends(both)[-1], ShardReported)
     assert (root / staging_dir(of) / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
     assert (root / staging_dir(of) / "__1_0.distcp").read_bytes() == other.wanted(0)
+
+
+def test_a_forked_trainer_does_not_fill_the_arena_of_its_parent(engine, storage, root):
+    """Catches: the state of a forked process in a checkpoint of its parent: a fork shares an arena."""
+    used = engine(mode="eager")
+    ends(writer(used, storage, State().part()))
+    before = bytes(used._arena.segment.view(0, used._arena.size))
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            for buffer in State.living[0].buffers:
+                ctypes.memset(buffer, 0, len(buffer))
+            run = writer(used, storage, State.living[0].part(), of=of)
+            ends(run)
+            run.kill(WAIT_S)
+            used.close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert bytes(used._arena.segment.view(0, used._arena.size)) == before
+    wanted = b"head" + bytes(3 * MIB + 5) + b"t"
+    assert (root / staging_dir(of) / "__0_0.distcp").read_bytes() == wanted
+
+
+def memory_of(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_an_arena_is_given_back_though_a_data_loader_has_it(engine, storage, root):
+    """Catches: a copy of the state for each process that was forked between saves, for as long as it
+    lives."""
+    used = engine(mode="eager")
+    ends(writer(used, storage, State().part()))
+    inherited = os.dup(used._arena.segment.fileno())  # as a forked process has it
+    assert memory_of(inherited) > 6 * MIB
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    ends(writer(used, storage, State(count=3).part(), of=of))
+    assert memory_of(inherited) == 0
+    os.dup2(used._arena.segment.fileno(), inherited)
+    used.close()
+    assert memory_of(inherited) == 0
+    os.close(inherited)
+
+
+def test_an_arena_of_a_writer_that_dies_slowly_is_given_back(engine, storage, root):
+    """Catches: a closed manager that keeps a copy of the state, because its writer was not yet gone
+    when it was given up."""
+    used = engine(mode="eager")
+    process = used(storage, job(State().part()))
+    inherited = os.dup(process._arena.segment.fileno())
+    kill_at_once, process._process.kill = process._process.kill, lambda timeout_s: False
+    assert not process.kill(0.0)
+    process._process.kill = kill_at_once
+    used.close()
+    assert memory_of(inherited) == 0
+    assert process.poll() == Outcome(-signal.SIGKILL)
+    os.close(inherited)
 
 
 @pytest.mark.parametrize("refused", [False, True])
