@@ -7,6 +7,7 @@ Rules: reading never changes the memory. ``into`` is filled whole, or an error i
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -69,6 +70,7 @@ _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
 _MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -86,6 +88,20 @@ def take_pages(size: int) -> ctypes.Array[ctypes.c_char]:
     weakref.finalize(pages, _unmap, found, size, os.getpid()).atexit = False
     _advise(pages, mmap.MADV_DONTFORK)
     return pages
+
+
+def take_now(address: int, size: int) -> None:
+    """Take the pages of a shared mapping now. Raises ``OSError``, where a write would end the process.
+
+    Linux before 5.14 takes them when they are written.
+    """
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if _MADVISE(start, address + size - start, _MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        if number == errno.EFAULT:  # "bad address" would tell nothing
+            number = errno.ENOMEM
+        if number != errno.EINVAL:
+            raise OSError(number, f"{size} bytes of shared memory: {os.strerror(number)}")
 
 
 def give_to_children(pages: ctypes.Array[ctypes.c_char]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ckptfsm.adapters.memory import OwnMemory, ranks_of_this_host
+from ckptfsm.adapters.memory import OwnMemory, ranks_of_this_host, take_now
 from ckptfsm.adapters.segments import Segment, Span, SpanReader
 from ckptfsm.writers.image import FromImages, memory_of
 
@@ -58,6 +58,7 @@ class Arena:
     def __init__(self, size: int) -> None:
         self.segment = Segment(size)
         self._owner = os.getpid()
+        self._present = 0  # the bytes with pages
 
     @property
     def size(self) -> int:
@@ -78,7 +79,8 @@ class Arena:
     def take(self, ranges: Sequence[Range]) -> list[Span]:
         """Copy the ranges, and return where each of them is now.
 
-        Raises ``ValueError`` if they do not fit, see ``arena_bytes``.
+        Raises ``ValueError`` if they do not fit, see ``arena_bytes``, and ``OSError`` if the kernel has
+        no pages for them.
         """
         if arena_bytes(ranges) > self.size:
             raise ValueError(f"{arena_bytes(ranges)} bytes do not fit into {self.size}")
@@ -86,13 +88,20 @@ class Arena:
         for address, size in ranges:
             spans.append(Span(address, size, 0, offset))
             offset += _aligned(size)
-        with ThreadPoolExecutor(_thread_count(), "ckptfsm-copy") as threads:
-            for _ in threads.map(self._copy, _pieces(spans)):
-                pass  # raises its error
+        pieces = list(_pieces(spans))
+        try:
+            with ThreadPoolExecutor(_thread_count(), "ckptfsm-copy") as threads:
+                list(threads.map(self._copy, pieces))
+        except RuntimeError:  # a container has no more threads, or the interpreter ends
+            for piece in pieces:
+                self._copy(piece)
+        self._present = max(self._present, offset)
         return spans
 
     def _copy(self, piece: Span) -> None:
         address, size, _, offset = piece
+        if offset + size > self._present:
+            take_now(self.segment.address + offset, size)
         ctypes.memmove(self.segment.address + offset, address, size)  # without the GIL
 
 

@@ -274,17 +274,20 @@ class WriteEngine:
                 return None
             if arena is not None:
                 arena.close()  # first: else both are there for a moment
-            try:
-                arena = Arena(size)
-            except OSError as error:
-                said = f"the writer is forked: there is no shared memory: {describe(error)}"
-                say(log.warning, "no_shared_memory", said, error=describe(error))
-                return None
+            arena = None
+        try:
+            arena = arena or Arena(size)
+            spans = arena.take(copied)
+        except OSError as error:
+            said = f"the writer is forked: there is no shared memory: {describe(error)}"
+            say(log.warning, "no_shared_memory", said, error=describe(error))
+            if arena is not None:
+                arena.close()
+            return None
         if self._refused and not self._told:
             said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
             say(log.warning, "engine_refused", said, reason=self._refused)
             self._told = True
-        spans = arena.take(copied)
         others = sorted(set(ranges).difference(copied))
         return Reading(
             buffers if others else min(buffers, _ARENA_BUFFER_BYTES),

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import replace
@@ -22,6 +23,7 @@ from typing import ClassVar
 import pytest
 from refused_reads import refuse_reads
 
+from ckptfsm.adapters import memory
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -36,6 +38,7 @@ from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
+from ckptfsm.writers.trainers_memory import Arena, Range
 from ckptfsm.writers.write_engine import Reading, WriteEngine, WriteEngineSettings, WriteJob
 from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word, populate
 
@@ -533,6 +536,73 @@ def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplo
     assert isinstance(run.process, Child)
     assert isinstance(ends(run)[-1], ShardReported)
     assert [r.event for r in caplog.records] == ["no_shared_memory"]
+
+
+def test_memory_that_the_kernel_promised_and_does_not_give_is_no_end(
+    engine, storage, root, caplog, monkeypatch
+):
+    """Catches: a trainer that dies of SIGBUS in a save: a host that commits no more memory than it has
+    refuses the pages of a memfd, and not its size."""
+
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EFAULT)  # "a SIGBUS would have been generated"
+        return -1
+
+    used = engine(mode="eager")
+    used._greet()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_MADVISE", refuse)
+        run = writer(used, storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["no_shared_memory"]
+    assert "Cannot allocate memory" in caplog.text
+
+
+def test_a_larger_state_takes_the_pages_that_it_needs_more(engine, storage, root, monkeypatch):
+    """Catches: pages that are taken anew for each save; those of a larger state that are not taken
+    before the copy."""
+    advise, taken = memory._MADVISE, []
+
+    def note(address: int, size: int, advice: int) -> int:
+        taken.append(size)
+        return advise(address, size, advice)
+
+    arena = Arena(8 * MIB)
+    monkeypatch.setattr(memory, "_MADVISE", note)
+    state = State(count=1, size=8 * MIB)
+    at = ctypes.addressof(state.buffers[0])
+    sizes = []
+    for size in (3, 3, 5, 8, 8):
+        arena.take([Range(at, size * MIB)])
+        sizes.append(sum(taken) // MIB)
+        taken.clear()
+    arena.close()
+    assert sizes == [3, 0, 5, 8, 0]
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_without_a_thread_the_copy_is_made_all_the_same(
+    engine, storage, root, monkeypatch, started
+):
+    """Catches: a container with no more processes, or an interpreter that ends, in which each save
+    fails."""
+    start, left = threading.Thread.start, [started]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("ckptfsm-copy"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    state = State(count=5)
+    run = writer(engine(mode="eager"), storage, state.part())
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert left[0] < 0
+    for index in range(5):
+        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
 
 
 def test_an_arena_that_is_read_is_not_filled_again(engine, storage, root):
