@@ -864,16 +864,29 @@ def test_descriptors_above_1023_are_waited_for(engine, storage, root):
 
 
 class Advised(mmap.mmap):
-    """Memory under a kernel that refuses some advice; ``touched`` are the places that were written."""
+    """Memory under a kernel that refuses advice; ``touched`` are the places that were written.
+
+    ``takes`` is the advice that it takes all the same.
+    """
 
     refuses = errno.EINVAL
+    takes: int | None = None
     touched: list[int]
 
     def madvise(self, advice: int) -> None:
-        raise OSError(self.refuses, os.strerror(self.refuses))
+        if advice != self.takes:
+            raise OSError(self.refuses, os.strerror(self.refuses))
 
     def __setitem__(self, place: int, value: int) -> None:
         self.touched.append(place)
+
+
+def test_a_kernel_may_refuse_large_pages():
+    """Catches: a container in which no save is written, as it forbids to ask for large pages."""
+    memory = Advised(-1, 3 * mmap.PAGESIZE)
+    memory.touched, memory.refuses, memory.takes = [], errno.EPERM, 23
+    populate(memory)
+    assert memory.touched == [], "the kernel took the pages"
 
 
 def test_memory_is_taken_under_a_kernel_that_cannot_populate():
