@@ -58,13 +58,16 @@ class Held:
         """The first tensor that was changed since it was added, in words; "" if none was."""
         if self.gone:
             return "the state was let go of before the writer had read it"
-        copied = self.device is not None and self.device.host_copied
-        for name, tensor, address, version in () if copied else self.tensors:
+        for name, tensor, address, version in self.tensors:
             if tensor.data_ptr() != address:
                 return f"{name} was moved before the writer had read it"
             if version_of(tensor) != version:
                 return f"{name} was changed before the writer had read it"
-        return self.device.changed() if self.device is not None else ""
+        if self.device is None:
+            return ""
+        if self.device.host_copied:  # this was the last look: they may change
+            self.tensors = []
+        return self.device.changed()
 
     def clear(self) -> None:
         if self.device is not None:

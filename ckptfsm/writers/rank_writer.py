@@ -166,6 +166,8 @@ class RankWriter:
         self.has_copy = False
         self.process = launch(storage, job)
         try:
+            if self._copying is not None and self._copying.host_copied:
+                self._is_intact()  # the trainer may change that part of its data from now on
             self.look_at_copy()
         except BaseException:  # the caller will not get this writer
             self.process.kill(timeout_s=0.0)
@@ -189,17 +191,22 @@ class RankWriter:
         """Once the writer holds a copy, let it go on, or fail if the data changed meanwhile."""
         if self.has_copy or self._end is not None or not self.process.holds_copy:
             return
-        problem = self._changed()
-        if problem:
-            self.process.kill(timeout_s=0.0)
-            detail = f"rank {self._rank}: {problem}"
-            self._end = (Failed(self.of, "state_changed", detail, self._rank),)
+        if not self._is_intact():
             return
         self.process.confirm()
         self.has_copy = True
         self._let_go()
         self._changed = self._let_go = str  # they hold the data
         self._copying = None
+
+    def _is_intact(self) -> bool:
+        """Fail if the data changed before the writer had it."""
+        problem = self._changed()
+        if problem:
+            self.process.kill(timeout_s=0.0)
+            detail = f"rank {self._rank}: {problem}"
+            self._end = (Failed(self.of, "state_changed", detail, self._rank),)
+        return not problem
 
     def before_update(
         self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal

@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     mutant(
         "a-torn-copy-is-confirmed",
-        "writers.rank_writer:RankWriter.look_at_copy",
+        "writers.rank_writer:RankWriter._is_intact",
         "problem = self._changed()",
         'problem = ""',
         breaks="I5",

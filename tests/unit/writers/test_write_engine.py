@@ -1002,6 +1002,16 @@ def test_an_eager_copy_of_host_memory_does_not_wait_for_an_accelerator(engine, s
     assert (root / LOCATION / "__1_0.distcp").read_bytes() == wanted
 
 
+def test_host_state_that_changed_during_its_copy_fails_beside_an_accelerator(engine, storage):
+    """Catches: a torn copy that counts, of a thread that changes the state while it is copied: no
+    later look finds it."""
+    parts = copied_part(Copies()), State().part("host", "__1")
+    run = writer(engine(mode="eager"), storage, *parts, changed=lambda: "w1 was changed")
+    [failed] = run.poll(0.0)
+    assert failed.reason == "state_changed"
+    assert run.kill(WAIT_S)
+
+
 def test_copies_that_fail_fail_the_save(engine, storage, root):
     """Catches: a save that hangs, and an agent that ends, with the accelerator's error."""
     copies = Copies()
