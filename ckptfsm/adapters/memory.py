@@ -70,7 +70,7 @@ _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
 _MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MADV_POPULATE_WRITE = 23
+_MADV_REMOVE, _MADV_POPULATE_WRITE = 9, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -102,6 +102,14 @@ def take_now(address: int, size: int) -> None:
             number = errno.ENOMEM
         if number != errno.EINVAL:
             raise OSError(number, f"{size} bytes of shared memory: {os.strerror(number)}")
+
+
+def give_back(address: int, size: int) -> None:
+    """Give the pages of a shared mapping back, which begins with a page: all who have it find zeros.
+
+    Without the GIL. Where the kernel refuses, the last process that has the mapping gives them back.
+    """
+    _MADVISE(address, size, _MADV_REMOVE)
 
 
 def give_to_children(pages: ctypes.Array[ctypes.c_char]) -> None:

@@ -10,7 +10,6 @@ does not freeze a segment: a forked child sees later changes.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -21,6 +20,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
+
+from ckptfsm.adapters.memory import give_back
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LIVING: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary()
@@ -67,8 +68,7 @@ class Segment:
         closed only.
         """
         if self._mapping is not None:
-            with contextlib.suppress(OSError):  # else the last process gives them back
-                self._mapping.madvise(mmap.MADV_REMOVE)
+            give_back(self.address, self.size)
         self.close()
 
     def close(self) -> None:

@@ -88,21 +88,21 @@ class Arena:
         for address, size in ranges:
             spans.append(Span(address, size, 0, offset))
             offset += _aligned(size)
-        pieces = list(_pieces(spans))
+        pieces, count = list(_pieces(spans)), _thread_count()
         try:
-            with ThreadPoolExecutor(_thread_count(), "ckptfsm-copy") as threads:
-                list(threads.map(self._copy, pieces))
+            with ThreadPoolExecutor(count, "ckptfsm-copy") as threads:
+                list(threads.map(self._copy, [pieces[number::count] for number in range(count)]))
         except RuntimeError:  # a container has no more threads, or the interpreter ends
-            for piece in pieces:
-                self._copy(piece)
+            self._copy(pieces)
         self._present = max(self._present, offset)
         return spans
 
-    def _copy(self, piece: Span) -> None:
-        address, size, _, offset = piece
-        if offset + size > self._present:
-            take_now(self.segment.address + offset, size)
-        ctypes.memmove(self.segment.address + offset, address, size)  # without the GIL
+    def _copy(self, pieces: Iterable[Span]) -> None:
+        for address, size, _, offset in pieces:
+            target = self.segment.address + offset
+            if offset + size > self._present:
+                take_now(target, size)
+            ctypes.memmove(target, address, size)  # without the GIL
 
 
 def _thread_count() -> int:
