@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -136,12 +136,15 @@ def run(options: Options) -> list[Figure]:
 
 
 def _peaks_with(engine: str, options: Options, state: TrainingState, watcher: Sampler) -> Peaks:
-    """The memory of a save, with the whole writer process, which an earlier save has warmed up.
+    """The memory of a save above the trainer without a manager, after an earlier save.
 
-    The process starts before the samples: until its ``exec``, it has all memory of the trainer.
+    The writer process starts before the samples: until its ``exec``, it has all memory of the trainer.
+    A copy that the trainer keeps from the earlier save counts.
     """
     root = options.work / engine
     watcher.know()
+    watcher.begin()
+    before = watcher.end().before
     with CheckpointManager(root, retention=LatestN(1), engine=engine) as manager:
         side = ManagerSide(root, manager, engine)
         _save(side, 1, state, options.poll_interval_s)
@@ -150,7 +153,7 @@ def _peaks_with(engine: str, options: Options, state: TrainingState, watcher: Sa
         peaks = watcher.end()
     shutil.rmtree(root)
     os.sync()
-    return peaks
+    return replace(peaks, before=before)
 
 
 def _measure(
