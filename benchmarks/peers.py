@@ -39,14 +39,33 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: getattr(value, "data", value) for key, value in state.items()}
 
 
-class DcpSide:
+class FutureSide:
+    """A writer below ``root`` whose save gives a future."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir()
+        self._root = root
+        self._future: Future[Any] | None = None
+
+    def poll(self) -> bool:
+        if self._future is not None and self._future.done():
+            self._future.result()
+            self._future = None
+        return self._future is None
+
+    def clear(self) -> None:
+        for directory in self._root.iterdir():
+            shutil.rmtree(directory)
+        os.sync()
+
+
+class DcpSide(FutureSide):
     """``dcp.save``, or ``dcp.async_save`` by a thread or a process, of the plain tensors."""
 
     def __init__(self, root: Path, how: str) -> None:
-        root.mkdir()
+        super().__init__(root)
         self.name = f"DCP {how}"
-        self._root, self._how = root, how
-        self._future: Future[Any] | None = None
+        self._how = how
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         plain = _plain(state)
@@ -60,17 +79,8 @@ class DcpSide:
     def before_update(self) -> None:
         """The tensors were copied."""
 
-    def poll(self) -> bool:
-        if self._future is not None and self._future.done():
-            self._future.result()
-            self._future = None
-        return self._future is None
 
-    def clear(self) -> None:
-        _remove_all(self._root)
-
-
-class TorchCheckpointingSide:
+class TorchCheckpointingSide(FutureSide):
     """``torch_checkpointing``: staged by a thread, written by a process.
 
     Without ``use_direct_io``, its default: ext4 refuses the writes that are not aligned.
@@ -82,11 +92,9 @@ class TorchCheckpointingSide:
         from torch_checkpointing import CheckpointManager as TheirManager
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        root.mkdir()
-        self._root = root
+        super().__init__(root)
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = TheirManager(TheirManager.Config(storage_config=storage))
-        self._future: Future[Any] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self._future = self._manager.save(str(self._root / str(step)), {"model": _plain(state)})
@@ -95,23 +103,8 @@ class TorchCheckpointingSide:
         with self._manager.lock():
             pass  # the tensors were copied
 
-    def poll(self) -> bool:
-        if self._future is not None and self._future.done():
-            self._future.result()
-            self._future = None
-        return self._future is None
-
-    def clear(self) -> None:
-        _remove_all(self._root)
-
     def close(self) -> None:
         self._manager.close()
-
-
-def _remove_all(root: Path) -> None:
-    for directory in root.iterdir():
-        shutil.rmtree(directory)
-    os.sync()
 
 
 @contextlib.contextmanager
