@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import (
@@ -119,20 +120,18 @@ def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) ->
         assert rank["losses"] == {step: first[0]["losses"][step] for step in ("3", "4")}
 
 
+def with_a_killed_writer(cluster: Cluster, root: Path, victim: int, engine: str) -> list[Any]:
+    """Save three times; the writer of one rank is killed when it has read the second state."""
+    settings = {"number": int(signal.SIGKILL), "rows": 1000, "engine": engine}
+    return cluster.run("engine_jobs.strike_writer", root=str(root), victim=victim, **settings)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_f1_a_killed_writer_of_an_eager_save_begins_again(
     cluster: Cluster, root: Path, victim: int
 ) -> None:
     """Catches: a save that is lost with a process though its whole copy is still there."""
-    ranks = cluster.run(
-        "engine_jobs.strike_writer",
-        root=str(root),
-        victim=victim,
-        number=int(signal.SIGKILL),
-        rows=1000,
-        engine="eager",
-    )
-    for rank in ranks:
+    for rank in with_a_killed_writer(cluster, root, victim, "eager"):
         assert (rank["first"], rank["failed"], rank["third"]) == (None, None, None)
         assert rank["all"] == [1, 2, 3]
     assert (tracked_step(root), staging_of(root)) == (3, [])
@@ -143,15 +142,7 @@ def test_f1_a_killed_writer_fails_the_save_on_all_ranks(
     cluster: Cluster, root: Path, victim: int
 ) -> None:
     """Catches: a dead writer process that counts, that hangs the job, or is used for the next save."""
-    ranks = cluster.run(
-        "engine_jobs.strike_writer",
-        root=str(root),
-        victim=victim,
-        number=int(signal.SIGKILL),
-        rows=1000,
-        engine="gated",
-    )
-    for rank in ranks:
+    for rank in with_a_killed_writer(cluster, root, victim, "gated"):
         assert (rank["first"], rank["third"]) == (None, None)
         assert rank["failed"] is not None
         assert rank["failed"]["type"] == "WriterDied", rank["failed"]["text"]
