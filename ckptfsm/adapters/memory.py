@@ -70,7 +70,8 @@ _MMAP.restype = ctypes.c_void_p
 _MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
 _MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MADV_REMOVE, _MADV_POPULATE_WRITE = 9, 23
+MADV_POPULATE_WRITE = 23  # from Linux 5.14 on
+_MADV_REMOVE = 9
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -96,7 +97,7 @@ def take_now(address: int, size: int) -> None:
     Linux before 5.14 takes them when they are written.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    if _MADVISE(start, address + size - start, _MADV_POPULATE_WRITE):
+    if _MADVISE(start, address + size - start, MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number == errno.EFAULT:  # "bad address" would tell nothing
             number = errno.ENOMEM

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 
-from ckptfsm.adapters.memory import MemoryOf
+from ckptfsm.adapters.memory import MADV_POPULATE_WRITE, MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.shared_count import SharedCount
@@ -32,8 +32,6 @@ from ckptfsm.disk.trash import remove_staged
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages
 from ckptfsm.writers.prefetch import Buffers, Prefetch
 from ckptfsm.writers.rank_writer import FilePart, write_rank
-
-_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +237,7 @@ def populate(mapping: mmap.mmap) -> None:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
+        mapping.madvise(MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno != errno.EINVAL:  # Linux before 5.14
             raise
