@@ -55,6 +55,7 @@ from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
 Parts = Mapping[str, Any]
+_KILL_WAIT_S = 1.0
 
 
 class BaseGroupWorker:
@@ -96,7 +97,8 @@ class BaseGroupWorker:
             if not self._is_newer(ticket.of):  # a retried call counts once
                 return self.poll() if ticket.of == self._newest else []
             if self._writer is not None:  # of a failed attempt, as there is a new ticket
-                self._dying.append(self._writer)
+                if not self._writer.kill(_KILL_WAIT_S):  # before the next one takes memory
+                    self._dying.append(self._writer)
                 self._writer = None
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of

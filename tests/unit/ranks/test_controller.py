@@ -377,6 +377,29 @@ def test_F13_the_writer_of_a_failed_attempt_is_ended(tmp_path):
     job.controller.close()
 
 
+def test_the_writer_of_a_failed_attempt_is_gone_before_the_next_one_starts(tmp_path):
+    """Catches: a host that is ended because two saves of one worker have their copies at once."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    worker, driver = job.groups["actor"].workers[0], job.groups["actor"].drivers[0]
+    driver.before_write = Gate(tmp_path / "gate").hold
+    job.write(job.begin(10))
+    first = worker._writer
+    job.controller.abandon()
+    again = GroupJob(tmp_path, {"actor": 1})
+    again.groups = job.groups  # the workers outlive their controller
+    driver.before_write = None
+    begin, ended = worker._ports.launch, []
+
+    def launch(storage: Storage, order: RankJob) -> WriterProcess:
+        ended.append(first.process.poll() is not None)
+        return begin(storage, order)
+
+    worker._ports = replace(worker._ports, launch=launch)
+    again.save(20).handle.wait()
+    assert ended == [True]
+    again.controller.close()
+
+
 def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
     """Catches: metadata made from the results of an earlier attempt."""
     job = GroupJob(tmp_path, SIZES)
