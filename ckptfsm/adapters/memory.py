@@ -1,5 +1,5 @@
-"""Memory by address: of another process of this user, and of this one. Memory that is free, and pages
-that no forked child gets. No torch.
+"""Memory by address: of another process of this user, and of this one. Pages that no forked child
+gets. No torch.
 
 Rules: reading never changes the memory. ``into`` is filled whole, or an error is raised.
 """
@@ -11,10 +11,6 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
-
-_CGROUPS = Path("/sys/fs/cgroup")
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -131,47 +127,3 @@ def _unmap(address: int, size: int, owner: int) -> None:
 def _error_of(call: str) -> OSError:
     number = ctypes.get_errno()
     return OSError(number, f"{call}: {os.strerror(number)}")
-
-
-def available_bytes(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int:
-    """The memory that this process can take before the host, or one of its cgroups, is full.
-
-    Page cache counts as free. Raises ``OSError`` if the kernel does not tell.
-    """
-    lines = (proc / "meminfo").read_text().splitlines()
-    [host] = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return min([host, *_left_in_cgroups(cgroups, proc)])
-
-
-def ranks_of_this_host() -> int:
-    """The number of ranks that share this host's memory, as a launcher tells it; 1 if none does.
-
-    torchrun, Ray Train and verl set ``LOCAL_WORLD_SIZE``.
-    """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
-
-
-def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
-    """The bytes left under each limit of this process's cgroups (version 2), and of those above."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except FileNotFoundError:  # a kernel without cgroups
-        return
-    for line in lines:
-        number, _, path = line.partition("::")
-        if number != "0":
-            continue
-        place = cgroups / path.strip("/")
-        for directory in (place, *place.parents):
-            limit = directory / "memory.max"
-            if directory.is_relative_to(cgroups) and limit.is_file():
-                allowed = limit.read_text().strip()
-                if allowed != "max":
-                    yield int(allowed) - _used_in(directory)
-
-
-def _used_in(directory: Path) -> int:
-    used = int((directory / "memory.current").read_text())
-    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    return used - int(stat["inactive_file"]) - int(stat["active_file"])

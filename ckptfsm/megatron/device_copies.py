@@ -30,12 +30,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptfsm.adapters.memory import (
-    available_bytes,
-    give_to_children,
-    ranks_of_this_host,
-    take_pages,
-)
+from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
+from ckptfsm.adapters.memory import give_to_children, take_pages
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import SaveFailed, describe
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from ckptfsm.adapters.memory import OwnMemory, ranks_of_this_host, take_now
+from ckptfsm.adapters.host import processors, ranks_of_this_host
+from ckptfsm.adapters.memory import OwnMemory, take_now
 from ckptfsm.adapters.segments import Segment, Span, SpanReader
 from ckptfsm.writers.image import FromImages, memory_of
 
@@ -107,8 +108,11 @@ class Arena:
 
 def _thread_count() -> int:
     """The threads of a copy: the trainer, which waits for it, has this share of the processors."""
-    share = len(os.sched_getaffinity(0)) // ranks_of_this_host()
-    return max(_FEW_THREADS, min(share, _MANY_THREADS))
+    try:
+        usable = processors()
+    except OSError:  # the count is only a matter of speed
+        usable = _FEW_THREADS
+    return max(_FEW_THREADS, min(usable // ranks_of_this_host(), _MANY_THREADS))
 
 
 def arena_bytes(ranges: Iterable[Range]) -> int:

@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from ckptfsm.adapters.memory import available_bytes, ranks_of_this_host
+from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Segment, Span, is_in_segment

@@ -1,12 +1,13 @@
-"""The memory that a process can still take."""
+"""The memory and the processors that a process may use."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from ckptfsm.adapters.memory import available_bytes
+from ckptfsm.adapters.host import available_bytes, processors
 
 GIB = 1 << 30
 
@@ -51,3 +52,21 @@ def test_the_least_of_all_limits_counts(tmp_path, proc):
 def test_this_process_can_take_memory():
     """Catches: a format of this kernel that is not read."""
     assert 0 < available_bytes() < 1 << 50
+
+
+def test_the_quota_of_a_container_limits_its_processors(tmp_path, proc, monkeypatch):
+    """Catches: eight threads of a copy that are stopped together, because the container may use two."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    cgroups = tmp_path / "cgroup"
+    assert processors(cgroups, proc) == 64
+    (cgroups / "job/step").mkdir(parents=True)
+    (cgroups / "job/step/cpu.max").write_text("max 100000\n")
+    (cgroups / "job/cpu.max").write_text("450000 100000\n")
+    assert processors(cgroups, proc) == 4
+    (cgroups / "job/step/cpu.max").write_text("5000 100000\n")
+    assert processors(cgroups, proc) == 1
+
+
+def test_this_process_has_processors():
+    """Catches: a format of this kernel that is not read."""
+    assert 1 <= processors() <= len(os.sched_getaffinity(0))
