@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
-from ckptfsm.core.ports import Outcome, RankJob, Storage
+from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.writers.rank_writer import launch_forked
 
 TEMPLATE = {"weights": None}
 
@@ -20,7 +22,7 @@ def weights(step: int) -> dict[str, object]:
 class Unread:
     """A writer that reads the state for long. A Ctrl-C comes at the first look at it."""
 
-    holds_copy = False
+    holds_copy = must_wait = False
 
     def __init__(self, storage: Storage, job: RankJob) -> None:
         self.looks = 0
@@ -44,3 +46,25 @@ class Unread:
     def kill(self, timeout_s: float) -> bool:
         self.outcome = self.outcome or Outcome(-9)
         return True
+
+
+class UnreadWithoutGate(Unread):
+    """``save`` has to wait for it."""
+
+    must_wait = True
+
+
+class ReadLate:
+    """A writer that has read the state once ``save`` waits for that, as it has to."""
+
+    must_wait = True
+
+    def __init__(self, storage: Storage, job: RankJob) -> None:
+        self._writer: WriterProcess = launch_forked(storage, job)
+        self.holds_copy = False
+
+    def await_copy(self, timeout_s: float) -> None:
+        self.holds_copy = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)

@@ -89,6 +89,11 @@ class Child:
         """True: the fork made one."""
         return True
 
+    @property
+    def must_wait(self) -> bool:
+        """False, see ``holds_copy``."""
+        return False
+
     def await_copy(self, timeout_s: float) -> None:
         """No wait, see ``holds_copy``."""
 

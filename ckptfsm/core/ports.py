@@ -382,6 +382,11 @@ class WriterProcess(Protocol):
         """True once the process has a copy of the data, and the trainer may change its own."""
         ...
 
+    @property
+    def must_wait(self) -> bool:
+        """True if ``save`` has to wait for the copy: the trainer promised no other wait."""
+        ...
+
     def await_copy(self, timeout_s: float) -> None:
         """Wait until the process holds a copy or has ended, at most ``timeout_s``."""
         ...

@@ -96,10 +96,7 @@ class BaseGroupWorker:
         with self._one_call.running():
             if not self._is_newer(ticket.of):  # a retried call counts once
                 return self.poll() if ticket.of == self._newest else []
-            if self._writer is not None:  # of a failed attempt, as there is a new ticket
-                if not self._writer.kill(_KILL_WAIT_S):  # before the next one takes memory
-                    self._dying.append(self._writer)
-                self._writer = None
+            self._drop_writer()  # of a failed attempt, before the next one takes memory
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of
             self._end_progress()
@@ -134,6 +131,7 @@ class BaseGroupWorker:
         try:
             self._begin(ticket, draft, accepted or shared, shares)
         except (KeyboardInterrupt, SystemExit):
+            self._drop_writer()  # first: it reads what is let go of
             self._ports.driver.refuse()
             draft.let_go()
             raise
@@ -205,10 +203,17 @@ class BaseGroupWorker:
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
         self._launch(ticket, share, draft)
-        if self._ports.staging is not None:  # the state is about to be moved
-            assert self._writer is not None
-            self._writer.await_copy(self._ports.clock)
+        writer = self._writer
+        assert writer is not None
+        if writer.must_wait or self._ports.staging is not None:  # which moves the state
+            writer.await_copy(self._ports.clock, self._one_call.hear)
         self._ports.driver.accept()
+
+    def _drop_writer(self) -> None:
+        """End the writer, if there is one. One that the kernel keeps is left to the polls."""
+        writer, self._writer, self._begun = self._writer, None, False
+        if writer is not None and not writer.kill(_KILL_WAIT_S):
+            self._dying.append(writer)
 
     def before_update(self) -> None:
         """Wait until this rank's writer has read the state (local): call before changing it.

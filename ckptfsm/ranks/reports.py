@@ -95,10 +95,11 @@ class RankReports:
         storage: Storage,
         accepted: Accepted,
         draft: Draft,
+        hear: Callable[[], BaseException | None],
     ) -> None:
         """Stage and fork. An error here is carried: the attempt fails at the next exchange.
 
-        A rank that writes none of the parts has no writer.
+        A rank that writes none of the parts has no writer. ``hear``: see ``await_copy``.
         """
         of, specs = accepted.of, accepted.of_rank(self._rank)
         location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
@@ -129,8 +130,8 @@ class RankReports:
             self.progress = ShareProgress(self.writer, self._ports.clock, began, total)
             if self.agent is not None:
                 self.agent.begin(self.writer)
-            if self._ports.staging is not None:  # the state is about to be moved
-                self.await_copy()
+            if self.writer.must_wait or self._ports.staging is not None:  # which moves the state
+                self.await_copy(hear)
             self._ports.driver.accept()
         except BaseException as error:  # also torch's; the others must not wait for this rank
             if self.writer is not None and self.writer.of == of:

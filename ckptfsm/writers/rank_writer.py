@@ -208,6 +208,11 @@ class RankWriter:
             self._end = (Failed(self.of, "state_changed", detail, self._rank),)
         return not problem
 
+    @property
+    def must_wait(self) -> bool:
+        """See ``ports.WriterProcess``."""
+        return self.process.must_wait
+
     def before_update(
         self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal
     ) -> None:

@@ -25,9 +25,11 @@ Rules:
   no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
 - A process that failed, was killed or missed its deadline is never used again. That also goes for one
   that sends no hello in time: the save is forked.
+- Where the host has no memory for an eager copy, the job ``must_wait``: its process reads the trainer's
+  memory as for a gated save. In the mode ``auto``, a copy may take a share of the free memory.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
-  storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for a
-  copy.
+  storage is not the library's adapter. So it is without memory for a copy where ``process_vm_readv`` is
+  refused.
 """
 
 from __future__ import annotations
@@ -95,8 +97,9 @@ class Reading:
     """The way in which the process gets the memory of a job.
 
     ``lent``: the trainer can change some of the memory that the process reads. ``copies`` tell the
-    places of memory in the ``arena``. ``whole``: all memory is there. ``count`` is where the process
-    counts the bytes that it writes; None if the kernel gives no memory for that.
+    places of memory in the ``arena``. ``whole``: all memory is there. ``must_wait``: the trainer knows
+    no gate, and the process reads its memory all the same. ``count`` is where the process counts the
+    bytes that it writes; None if the kernel gives no memory for that.
     """
 
     buffer_bytes: int
@@ -104,6 +107,7 @@ class Reading:
     segments: tuple[Segment, ...] = ()
     arena: Arena | None = None
     whole: bool = False
+    must_wait: bool = False
     copies: Sequence[Span] = ()
     count: Segment | None = None
 
@@ -140,7 +144,7 @@ class WriteEngine:
         self._arena: Arena | None = None  # with no copy that is still read
         self._taking = threading.Lock()  # of the arena: agents end jobs on their threads
         self._running: weakref.WeakSet[WriteJob] = weakref.WeakSet()
-        self._told = self._uncounted = False
+        self._said: set[str] = set()
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
     def start(self) -> None:
@@ -242,18 +246,19 @@ class WriteEngine:
                 return None
             copied = [each for each in ranges if eager or not self._is_lent(each)]
         if copied:
-            return self._from_arena(copied, ranges, buffers)
-        return Reading(buffers, lent=bool(lent), segments=self._segments_of(ranges))
+            reading = self._from_arena(copied, ranges, buffers)
+            if reading is not None or self._refused:
+                return reading
+        segments = self._segments_of(ranges)
+        return Reading(buffers, lent=bool(lent), segments=segments, must_wait=bool(copied))
 
     def _new_count(self) -> Segment | None:
         """A segment for the count of written bytes. A save goes on without one."""
         try:
             return Segment(COUNT_BYTES)
         except OSError as error:
-            if not self._uncounted:
-                said = f"the bytes that are written are not counted: {describe(error)}"
-                say(log.warning, "no_progress", said, error=describe(error))
-            self._uncounted = True
+            said = f"the bytes that are written are not counted: {describe(error)}"
+            self._say_once("no_progress", said, error=describe(error))
             return None
 
     def _segments_of(self, ranges: Iterable[Range]) -> tuple[Segment, ...]:
@@ -279,15 +284,14 @@ class WriteEngine:
             arena = arena or Arena(size)
             spans = arena.take(copied)
         except OSError as error:
-            said = f"the writer is forked: there is no shared memory: {describe(error)}"
-            say(log.warning, "no_shared_memory", said, error=describe(error))
+            said = f"{self._without_copy()}: there is no shared memory: {describe(error)}"
+            self._say_once("no_shared_memory", said, error=describe(error))
             if arena is not None:
                 arena.close()
             return None
-        if self._refused and not self._told:
+        if self._refused:
             said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
-            say(log.warning, "engine_refused", said, reason=self._refused)
-            self._told = True
+            self._say_once("engine_refused", said, reason=self._refused)
         others = sorted(set(ranges).difference(copied))
         return Reading(
             buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
@@ -381,9 +385,22 @@ class WriteEngine:
         limit = int(self._settings.free_bytes() * _FREE_SHARE / ranks_of_this_host())
         if more <= limit:
             return True
-        said = f"the writer is forked: a copy takes {more} bytes, and at most {limit} may be taken"
-        say(log.warning, "copy_not_affordable", said, needed=more, limit=limit)
+        without = self._without_copy()
+        said = f"{without}: a copy takes {more} bytes, and at most {limit} may be taken"
+        self._say_once("copy_not_affordable", said, needed=more, limit=limit)
         return False
+
+    def _say_once(self, event: str, said: str, **facts: object) -> None:
+        """Log a warning, unless the same event was logged: the next saves meet the same."""
+        if event not in self._said:
+            self._said.add(event)
+            say(log.warning, event, said, **facts)
+
+    def _without_copy(self) -> str:
+        """The way of a save that gets no memory for a copy, for people."""
+        if self._refused:
+            return "the writer is forked"
+        return "save waits until the writer has read the state"
 
     def _order(self, storage: Storage, job: RankJob, reading: Reading) -> Order:
         parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
@@ -489,6 +506,7 @@ class WriteJob:
         self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
         self._counting = reading.count  # open as long as another process may need it
         self._count = None if reading.count is None else SharedCount.of_segment(reading.count)
+        self.must_wait = reading.must_wait
         self._later = later
         self._ordered = later is None
         self._again = again  # starts another process, once

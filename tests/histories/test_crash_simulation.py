@@ -108,6 +108,10 @@ class InlineWriter:
     def holds_copy(self) -> bool:
         return True
 
+    @property
+    def must_wait(self) -> bool:
+        return False
+
     def await_copy(self, timeout_s: float) -> None:
         """No wait: the job was copied at its launch."""
 

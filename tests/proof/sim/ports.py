@@ -311,6 +311,10 @@ class WorldWriter:
     def holds_copy(self) -> bool:
         return True
 
+    @property
+    def must_wait(self) -> bool:
+        return False
+
     def await_copy(self, timeout_s: float) -> None:
         """No wait: the job was copied at its launch."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from groups import SETTINGS, Group, GroupJob
-from managers import Unread
+from managers import ReadLate, Unread, UnreadWithoutGate
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import Promise
@@ -40,7 +40,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.publishing import Publisher
@@ -906,6 +906,39 @@ def test_I10_a_ctrl_c_is_heard_at_the_gate_of_a_worker(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         worker.before_update()
     assert worker._writer.process.looks == 1
+    job.controller.abandon()
+
+
+def test_a_worker_without_memory_for_a_copy_waits_for_its_reader(tmp_path):
+    """Catches: a worker that changes its state while a writer reads it, and knows of no gate."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    worker = job.groups["actor"].workers[0]
+    worker._ports = replace(worker._ports, launch=ReadLate)
+    job.write(save)
+    assert worker._writer.has_copy
+    save.handle.wait()
+    job.controller.close()
+
+
+def test_I10_a_ctrl_c_ends_the_wait_of_a_worker_and_its_writer(tmp_path):
+    """Catches: a Ctrl-C that waits for a slow disk; a writer that reads on while the state changes; a
+    controller that waits for that writer."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    ticket = job.begin(10).tickets["actor"]
+    worker = job.groups["actor"].workers[0]
+    started = []
+
+    def launch(storage: Storage, order: RankJob) -> WriterProcess:
+        started.append(UnreadWithoutGate(storage, order))
+        return started[0]
+
+    worker._ports = replace(worker._ports, launch=launch)
+    with pytest.raises(KeyboardInterrupt):
+        worker.write(ticket, {"w": b"x"})
+    assert (started[0].looks, started[0].outcome) == (1, Outcome(-9))
+    [failed] = worker.poll()
+    assert (failed.reason, "was interrupted" in failed.detail) == ("fork_failed", True)
     job.controller.abandon()
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managers import QUICK, TEMPLATE, Unread, weights
+from managers import QUICK, TEMPLATE, ReadLate, Unread, UnreadWithoutGate, weights
 
 import ckptfsm.disk.inspection as evidence_module
 from ckptfsm.adapters.executor import InlineExecutor
@@ -57,6 +57,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.events import Event, ShardReported
 from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Outcome
 from ckptfsm.core.retention import BestN, EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.stock import StockVerdict
@@ -2019,6 +2020,30 @@ def test_I10_a_ctrl_c_is_heard_at_the_gate(run: Run):
     assert (process.looks, process.outcome) == (1, None)
     process.kill(0.0)
     with pytest.raises(SaveFailed, match="killed by SIGKILL"):
+        manager.wait_until_finished()
+    manager.close()
+
+
+def test_a_save_without_memory_for_a_copy_waits_for_its_reader(run: Run):
+    """Catches: a trainer that changes its state while a writer reads it, and knows of no gate."""
+    ports = fake_ports(run.root, driver=run.driver, clock=run.clock, launch=ReadLate)
+    manager = Manager(ports, make_config(QUICK))
+    handle = manager.save(1, weights(1))
+    assert manager._participant.reports.writer.has_copy
+    handle.wait()
+    manager.close()
+
+
+def test_I10_a_ctrl_c_is_heard_in_a_save_that_waits(run: Run):
+    """Catches: a Ctrl-C that waits until a slow disk has the whole state; a writer that reads on
+    while the state changes."""
+    ports = fake_ports(run.root, driver=run.driver, clock=run.clock, launch=UnreadWithoutGate)
+    manager = Manager(ports, make_config(QUICK))
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(1, weights(1))
+    process = manager._participant.reports.writer.process
+    assert (process.looks, process.outcome) == (1, Outcome(-9))
+    with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
         manager.wait_until_finished()
     manager.close()
 

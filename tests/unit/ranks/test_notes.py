@@ -53,7 +53,7 @@ class SlowOffload:
 class LateReader:
     """A writer that has read the state once the trainer has waited for two seconds."""
 
-    holds_copy = False
+    holds_copy = must_wait = False
 
     def __init__(self, clock: ShiftedClock) -> None:
         self._clock = clock

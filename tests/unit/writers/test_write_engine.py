@@ -525,8 +525,22 @@ def test_a_refused_copy_that_does_not_fit_is_forked(engine, storage, root, caplo
     assert [r.event for r in caplog.records] == ["engine_refused", "copy_not_affordable"]
 
 
-def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplog, monkeypatch):
-    """Catches: a container that refuses memfd too, and can save nothing."""
+def test_without_shared_memory_the_trainer_waits(engine, storage, root, caplog, monkeypatch):
+    """Catches: a container that refuses memfd, and can save nothing."""
+
+    def no_arena(size: int) -> None:
+        raise OSError(errno.ENOSYS, "no memfd")
+
+    monkeypatch.setattr(write_engine, "Arena", no_arena)
+    run = writer(engine(mode="eager"), storage, State().part())
+    assert waits(run)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["no_shared_memory"]
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_without_shared_memory_and_reads_the_writer_is_forked(engine, storage, root, monkeypatch):
+    """Catches: a container that refuses both, and can save nothing."""
 
     def no_arena(size: int) -> None:
         raise OSError(errno.ENOSYS, "no memfd")
@@ -535,7 +549,6 @@ def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplo
     run = writer(engine(mode="eager"), storage, State().part())
     assert isinstance(run.process, Child)
     assert isinstance(ends(run)[-1], ShardReported)
-    assert [r.event for r in caplog.records] == ["no_shared_memory"]
 
 
 def test_memory_that_the_kernel_promised_and_does_not_give_is_no_end(
@@ -553,7 +566,7 @@ def test_memory_that_the_kernel_promised_and_does_not_give_is_no_end(
     with monkeypatch.context() as patch:
         patch.setattr(memory, "_MADVISE", refuse)
         run = writer(used, storage, State().part())
-    assert isinstance(run.process, Child)
+    assert waits(run)
     assert isinstance(ends(run)[-1], ShardReported)
     assert [r.event for r in caplog.records] == ["no_shared_memory"]
     assert "Cannot allocate memory" in caplog.text
@@ -725,10 +738,16 @@ def test_an_eager_save_copies_segments_too(engine, storage, root, monkeypatch, r
     assert (root / LOCATION / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
 
 
-def test_without_memory_for_a_copy_the_writer_is_forked(engine, storage, root, caplog):
-    """Catches: a host that ends a job at its save, because a copy of the state does not fit."""
+def waits(run):
+    """True if the trainer has to wait until the writer process has read its state."""
+    return isinstance(run.process, WriteJob) and run.must_wait and run.process._arena is None
+
+
+def test_without_memory_for_a_copy_the_trainer_waits(engine, storage, root, caplog):
+    """Catches: a host that ends a job at its save, because a copy of the state does not fit, or
+    because the trainer changes all pages of a forked writer."""
     run = writer(engine(free_bytes=lambda: 12 * MIB), storage, State().part())
-    assert isinstance(run.process, Child)
+    assert waits(run)
     assert isinstance(ends(run)[-1], ShardReported)
     assert (
         f"a copy takes {2 * (3 * MIB + 64)} bytes, and at most {6 * MIB} may be taken"
@@ -740,7 +759,7 @@ def test_the_ranks_of_a_host_share_its_free_memory(engine, storage, root, monkey
     """Catches: eight ranks that each take one half of the memory that is free before any save."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     run = writer(engine(free_bytes=lambda: 40 * MIB), storage, State().part())
-    assert isinstance(run.process, Child)
+    assert waits(run)
     assert isinstance(ends(run)[-1], ShardReported)
     assert f"at most {5 * MIB} may be taken" in caplog.text
 
@@ -754,7 +773,7 @@ def test_memory_that_is_held_counts_once(engine, storage, root):
         (root / staging_dir(of)).mkdir(parents=True)
         run = writer(used, storage, State().part(), of=of)
         assert run.has_copy
-        assert isinstance(run.process, WriteJob)
+        assert not run.must_wait
         assert isinstance(ends(run)[-1], ShardReported)
         free[0] = 0
 
@@ -765,6 +784,7 @@ def test_a_trainer_that_waits_needs_no_memory_for_a_copy(engine, storage, root):
     used.expect_gate()
     run = writer(used, storage, State().part())
     assert isinstance(run.process, WriteJob)
+    assert not run.must_wait
     assert isinstance(ends(run)[-1], ShardReported)
 
 
