@@ -1,6 +1,6 @@
 """The share of its host that this process may use: memory and processors. No torch.
 
-The host, or any of the process's cgroups (version 2) may be the limit.
+The host may be the limit, or any of the process's cgroups, of version 1 or 2.
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+_UNLIMITED = frozenset({"", "max", "-1"})
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
 
 
 def available_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
@@ -29,13 +38,7 @@ def processors(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     A container with a quota of 4 processors on a host of 64 is stopped for most of each period if more
     of its threads run. Raises ``OSError`` if the kernel does not tell.
     """
-    quotas = (
-        line.split()
-        for directory in _limited_by(cgroups, proc, "cpu.max")
-        for line in (directory / "cpu.max").read_text().splitlines()
-    )
-    shares = [int(quota) // int(period) for quota, period in quotas if quota != "max"]
-    return max(1, min([len(os.sched_getaffinity(0)), *shares]))
+    return max(1, min([len(os.sched_getaffinity(0)), *_quotas(cgroups, proc)]))
 
 
 def ranks_of_this_host() -> int:
@@ -49,29 +52,43 @@ def ranks_of_this_host() -> int:
 
 def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
     """The bytes left under each limit of this process's cgroups."""
-    for directory in _limited_by(cgroups, proc, "memory.max"):
-        allowed = (directory / "memory.max").read_text().strip()
-        if allowed != "max":
-            yield int(allowed) - _used_in(directory)
+    for directory in _cgroups_of("memory", cgroups, proc):
+        for limit, used, page_cache in _MEMORY_FILES:
+            allowed = _first_line(directory / limit)
+            if allowed not in _UNLIMITED:
+                lines = (directory / "memory.stat").read_text().splitlines()
+                stat = dict(line.split() for line in lines)
+                cached = sum(int(stat[name]) for name in page_cache)
+                yield int(allowed) - int((directory / used).read_text()) + cached
 
 
-def _used_in(directory: Path) -> int:
-    used = int((directory / "memory.current").read_text())
-    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    return used - int(stat["inactive_file"]) - int(stat["active_file"])
+def _quotas(cgroups: Path, proc: Path) -> Iterator[int]:
+    """The whole processors under each limit of this process's cgroups."""
+    for directory in _cgroups_of("cpu", cgroups, proc):
+        both = _first_line(directory / "cpu.max").split()  # version 2
+        old = (_first_line(directory / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        quota, period = both or old
+        if quota not in _UNLIMITED:
+            yield int(quota) // int(period)
 
 
-def _limited_by(cgroups: Path, proc: Path, file: str) -> Iterator[Path]:
-    """The cgroup of this process, and those above it, that have the file of a limit."""
+def _first_line(file: Path) -> str:
+    """The first line of a file; "" if there is no such file."""
+    return file.read_text().partition("\n")[0] if file.is_file() else ""
+
+
+def _cgroups_of(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
+    """The cgroups of this process, and those above them, with or without files of the controller.
+
+    A container sees its cgroup as the topmost, whatever path the kernel tells.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except FileNotFoundError:  # a kernel without cgroups
         return
     for line in lines:
-        number, _, path = line.partition("::")
-        if number != "0":
-            continue
-        place = cgroups / path.strip("/")
-        for directory in (place, *place.parents):
-            if directory.is_relative_to(cgroups) and (directory / file).is_file():
-                yield directory
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or controller in controllers.split(","):
+            top = cgroups / controllers  # "" in version 2
+            place = top / path.strip("/")
+            yield from (each for each in (place, *place.parents) if each.is_relative_to(top))

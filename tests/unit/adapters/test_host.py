@@ -49,6 +49,25 @@ def test_the_least_of_all_limits_counts(tmp_path, proc):
     assert available_bytes(cgroups, proc) == 5
 
 
+def test_limits_of_cgroups_of_version_1_count(tmp_path, proc, monkeypatch):
+    """Catches: a host with old cgroups, whose containers are ended at a save."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    (proc / "self/cgroup").write_text("4:memory:/old\n3:cpu,cpuacct:/docker/5\n0::/job/step\n")
+    memory, cpu = tmp_path / "cgroup/memory/old", tmp_path / "cgroup/cpu,cpuacct"
+    memory.mkdir(parents=True)
+    cpu.mkdir()  # a container sees its cgroup as the topmost
+    (memory / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (memory / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
+    lines = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 1\n"
+    (memory / "memory.stat").write_text(lines)
+    (cpu / "cpu.cfs_quota_us").write_text("300000\n")
+    (cpu / "cpu.cfs_period_us").write_text("100000\n")
+    assert available_bytes(tmp_path / "cgroup", proc) == 2 * GIB + 1
+    assert processors(tmp_path / "cgroup", proc) == 3
+    (cpu / "cpu.cfs_quota_us").write_text("-1\n")
+    assert processors(tmp_path / "cgroup", proc) == 64
+
+
 def test_this_process_can_take_memory():
     """Catches: a format of this kernel that is not read."""
     assert 0 < available_bytes() < 1 << 50
