@@ -11,6 +11,7 @@ an earlier one waits for. An error of a read ends the whole job.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -98,10 +99,11 @@ class Prefetch:
             self._given_up |= {image.name for image in images}
             for image in images:
                 filled = self._filled[image.name]
-                while not filled.empty():
-                    chunk = filled.get()
-                    if not isinstance(chunk, BaseException):
-                        chunk.give_back()
+                with contextlib.suppress(queue.Empty):  # another thread may take the last one
+                    while True:
+                        chunk = filled.get_nowait()
+                        if not isinstance(chunk, BaseException):
+                            chunk.give_back()
                 filled.put(error)
 
     def _run(self) -> None:

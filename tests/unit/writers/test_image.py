@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import queue
 import threading
 import zlib
 from collections.abc import Sequence
@@ -366,6 +367,33 @@ def test_an_error_of_one_file_ends_the_others(tmp_path, count):
     assert len(errors) == 1
     source.join()
     storage.close_root()
+
+
+class Stolen(queue.SimpleQueue):
+    """Chunks of a file whose thread takes each one right after another thread has seen it."""
+
+    def empty(self) -> bool:
+        found = super().empty()
+        if not found:
+            super().get()
+        return found
+
+    def get(self, block: bool = True, timeout: float | None = None):
+        assert not block or not super().empty(), "waits for a chunk that another thread took"
+        return super().get(block, timeout)
+
+
+def test_files_that_fail_together_do_not_wait_for_each_others_chunks():
+    """Found by attack. Catches: a full disk that fails two files at once, and whose save hangs until
+    the writer's deadline."""
+    image = image_of("0", [Literal(b"a" * images.CHUNK_BYTES)])
+    source, taken = prefetched(Trainer(), [[image]], buffers=1)
+    source._filled["0"] = Stolen()
+    source.start()
+    assert taken.wait(10)
+    source.give_up([image], OSError(errno.ENOSPC, "full"))
+    with pytest.raises(OSError, match="full"):
+        source.take(image, ())
 
 
 def test_a_file_that_cannot_be_allocated_is_closed(tmp_path):
