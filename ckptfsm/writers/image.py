@@ -472,7 +472,11 @@ class ImagePart(Sent):
         if not source.concurrent or len(self.images) < 2:
             return tuple(map(write, self.images))
         with ThreadPoolExecutor(len(self.images), "ckptfsm-file") as threads:
-            return tuple(threads.map(write, self.images))
+            try:
+                return tuple(threads.map(write, self.images))
+            except BaseException as error:  # no thread for a file: the others need its buffers
+                source.give_up(self.images, error)
+                raise
 
     def _write_one(
         self, storage: Storage, location: str, source: ChunkSource, image: Image

@@ -396,6 +396,37 @@ def test_files_that_fail_together_do_not_wait_for_each_others_chunks():
         source.take(image, ())
 
 
+def test_a_thread_of_a_file_that_cannot_be_started_is_no_hang(tmp_path, monkeypatch):
+    """Found by attack. Catches: a file that waits until the writer's deadline for buffers of another
+    one, which has no thread."""
+    trainer = Trainer(*[b"a" * (3 * images.CHUNK_BYTES)] * 2)
+    files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
+    source, _ = prefetched(trainer, [files], buffers=2)
+    storage, errors = PosixStorage(tmp_path), []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "ckptfsm-file_1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def write() -> None:
+        try:
+            ImagePart("state", "", tuple(files)).bound(source).write(storage, "")
+        except RuntimeError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    source.start()
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    writing.join(20)
+    assert not writing.is_alive(), "a file waits for a buffer"
+    assert len(errors) == 1
+    source.join()
+    storage.close_root()
+
+
 def test_a_file_that_cannot_be_allocated_is_closed(tmp_path):
     """Catches: a process without free descriptors after a thousand saves on a full disk."""
     real = PosixStorage(tmp_path)
