@@ -195,8 +195,15 @@ class WriteEngine:
         if reading is None:
             return self._forked(storage, job, ranges)
         reading = replace(reading, count=self._new_count())
-        order = self._order(storage, job, reading)
-        process = self._ready() if copying is not None else self._ordered(order, storage, reading)
+        try:
+            order = self._order(storage, job, reading)
+            process = (
+                self._ready() if copying is not None else self._ordered(order, storage, reading)
+            )
+        except BaseException:  # a process that is stopped, a Ctrl-C
+            if reading.arena is not None:
+                reading.arena.close()
+            raise
         if process is None:
             if reading.arena is not None:
                 reading.arena.close()
@@ -283,11 +290,13 @@ class WriteEngine:
         try:
             arena = arena or Arena(size)
             spans = arena.take(copied)
-        except OSError as error:
-            said = f"{self._without_copy()}: there is no shared memory: {describe(error)}"
-            self._say_once("no_shared_memory", said, error=describe(error))
+        except BaseException as error:
             if arena is not None:
                 arena.close()
+            if not isinstance(error, OSError):
+                raise
+            said = f"{self._without_copy()}: there is no shared memory: {describe(error)}"
+            self._say_once("no_shared_memory", said, error=describe(error))
             return None
         if self._refused:
             said = f"no other process can read this one's memory, so saves copy it: {self._refused}"

@@ -706,6 +706,33 @@ def test_an_arena_is_given_back_though_a_data_loader_has_it(engine, storage, roo
     os.close(inherited)
 
 
+@pytest.mark.parametrize(
+    ("place", "error"), [((Spawned, "send"), TimeoutError), ((Arena, "_copy"), MemoryError)]
+)
+def test_an_arena_of_a_launch_that_fails_is_given_back(
+    engine, storage, root, monkeypatch, place, error
+):
+    """Found by attack. Catches: a copy of the state for each process that was forked between saves,
+    after a writer that was stopped and took no order."""
+    used = engine(mode="eager")
+    ends(writer(used, storage, State().part()))
+    inherited = os.dup(used._arena.segment.fileno())
+    assert memory_of(inherited) > 6 * MIB
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, fail)
+        with pytest.raises(error):
+            used(storage, job(State().part()))
+    assert memory_of(inherited) == 0
+    os.close(inherited)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+
+
 def test_an_arena_of_a_writer_that_dies_slowly_is_given_back(engine, storage, root):
     """Catches: a closed manager that keeps a copy of the state, because its writer was not yet gone
     when it was given up."""
