@@ -20,6 +20,7 @@ Rules:
   memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
 - An arena is a segment that is kept for the next saves. Where ``process_vm_readv`` is refused, all
   memory is copied there. So the state may change when the launch returns, also in the mode ``gated``.
+  A job that was killed gives its arena back before another one is made, also while its process lives.
 - A job whose process was killed begins again in another one, once, if its memory is as it was. That
   is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
   no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
@@ -276,6 +277,8 @@ class WriteEngine:
     ) -> Reading | None:
         """Copy some of the ranges. The trainer cannot change the others, or they lie in segments."""
         size = arena_bytes(copied)
+        for killed in [each for each in self._running if each.killed]:
+            killed.give_arena_back()
         arena = self._take_arena()  # not used again if an error comes now
         if arena is not None and arena.is_inherited:
             arena = None
@@ -496,7 +499,8 @@ def _is_portable(storage: Storage, job: RankJob) -> bool:
 class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``.
 
-    ``later`` gives the process its order, once an accelerator's copies are made.
+    ``later`` gives the process its order, once an accelerator's copies are made. ``killed``: the trainer
+    ended it, though the process may not be gone yet.
     """
 
     def __init__(
@@ -519,7 +523,7 @@ class WriteJob:
         self._later = later
         self._ordered = later is None
         self._again = again  # starts another process, once
-        self._taken = self._confirmed = False
+        self._taken = self._confirmed = self.killed = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
         engine.watch(self)
@@ -560,10 +564,18 @@ class WriteJob:
         if self._outcome is not None:
             return True
         self._again = None
+        self.killed = True
         if not self._process.kill(timeout_s):
             return False
         self._end(Outcome(self._process.exitcode()))
         return True
+
+    def give_arena_back(self) -> None:
+        """After ``kill``: give the copy back. A process that is not gone yet makes nothing of it."""
+        self._listen(0.0)
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
 
     def whereabouts(self) -> str:
         if self._later is not None:

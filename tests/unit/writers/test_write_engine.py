@@ -748,6 +748,30 @@ def test_an_arena_of_a_writer_that_dies_slowly_is_given_back(engine, storage, ro
     os.close(inherited)
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_copy_of_a_killed_writer_makes_room_for_the_next(
+    engine, storage, root, monkeypatch, gone
+):
+    """Found by attack. Catches: one copy of the state more for each writer that hangs in the kernel,
+    where no signal ends it; a second copy beside that of a writer which is dead."""
+    used = engine(mode="eager")
+    first = used(storage, job(State().part()))
+    arena = first._arena
+    inherited = os.dup(arena.segment.fileno())
+    with monkeypatch.context() as patch:
+        patch.setattr(first._process, "kill", lambda timeout_s: False)
+        assert not first.kill(0.0)
+    if gone:
+        kill(first)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    second = writer(used, storage, State().part(), of=of)
+    assert (second.process._arena is arena) == gone
+    assert (memory_of(inherited) > 0) == gone
+    os.close(inherited)
+    assert isinstance(ends(second)[-1], ShardReported)
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_an_eager_save_copies_segments_too(engine, storage, root, monkeypatch, refused):
     """Catches: a change behind an eager launch that is read from a segment."""
