@@ -236,6 +236,30 @@ MUTANTS = (
         why="the host ends the job at its save",
     ),
     mutant(
+        "a-failed-file-waits-for-a-chunk-that-is-gone",
+        "writers.prefetch:Prefetch.give_up",
+        "filled.get_nowait()",
+        "filled.get()",
+        breaks="I10",
+        source="order",
+        killers=(
+            "tests:test_image.py::test_files_that_fail_together_do_not_wait_for_each_others_chunks",
+        ),
+        why="the save hangs until the writer's deadline",
+    ),
+    mutant(
+        "a-killed-writer-keeps-its-copy",
+        "writers.write_engine:WriteEngine._from_arena",
+        "killed.give_arena_back()",
+        "pass",
+        breaks="I10",
+        source="order",
+        killers=(
+            "tests:test_write_engine.py::test_the_copy_of_a_killed_writer_makes_room_for_the_next",
+        ),
+        why="each save takes one more copy of the state while the disk does not answer",
+    ),
+    mutant(
         "a-save-without-a-copy-does-not-wait",
         "ranks.reports:RankReports.begin_writing",
         "self.writer.must_wait or",
