@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from _thread import LockType, allocate_lock, start_new_thread
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptfsm.adapters.host import processors, ranks_of_this_host
@@ -89,30 +92,74 @@ class Arena:
         for address, size in ranges:
             spans.append(Span(address, size, 0, offset))
             offset += _aligned(size)
-        pieces, count = list(_pieces(spans)), _thread_count()
-        try:
-            with ThreadPoolExecutor(count, "ckptfsm-copy") as threads:
-                list(threads.map(self._copy, [pieces[number::count] for number in range(count)]))
-        except RuntimeError:  # a container has no more threads, or the interpreter ends
-            self._copy(pieces)
+        SharedWork(self._copy, list(_pieces(spans))).run(_thread_count() - 1)
         self._present = max(self._present, offset)
         return spans
 
-    def _copy(self, pieces: Iterable[Span]) -> None:
-        for address, size, _, offset in pieces:
-            target = self.segment.address + offset
-            if offset + size > self._present:
-                take_now(target, size)
-            ctypes.memmove(target, address, size)  # without the GIL
+    def _copy(self, piece: Span) -> None:
+        address, size, _, offset = piece
+        target = self.segment.address + offset
+        if offset + size > self._present:
+            take_now(target, size)
+        ctypes.memmove(target, address, size)  # without the GIL
+
+
+class SharedWork:
+    """``work`` for each of ``pieces``, by this thread and by others that help.
+
+    Rules: no thread is awaited that does not work. On a host without memory, a thread may end before
+    its first line, and ``threading.Thread.start`` waits for it for ever. All that is done is noted.
+    """
+
+    def __init__(self, work: Callable[[Span], object], pieces: Sequence[Span]) -> None:
+        self._work = work
+        self._todo = deque(enumerate(pieces))
+        self._done = bytearray(len(pieces))
+        self._errors: list[BaseException] = []
+
+    def run(self, helpers: int) -> None:
+        """Return when all is done. Raises the first error; ``OSError`` for a thread that got lost."""
+        turns = [allocate_lock() for _ in range(helpers)]
+        try:
+            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter ends
+                for turn in turns:
+                    start_new_thread(self._help, (turn,))
+            self._take_pieces()
+        finally:
+            for turn in turns:  # also after an error: the memory may be given back then
+                turn.acquire()
+        if self._errors:
+            raise self._errors[0]
+        if not all(self._done):
+            raise OSError(errno.ENOMEM, "a thread that copied has ended early")
+
+    def _help(self, turn: LockType) -> None:
+        if turn.acquire(blocking=False):  # else all is done
+            try:
+                self._take_pieces()
+            finally:
+                turn.release()
+
+    def _take_pieces(self) -> None:
+        try:
+            while (found := self._next()) is not None:
+                number, piece = found
+                self._work(piece)
+                self._done[number] = True
+        except BaseException as error:  # raised by the thread that waits
+            self._errors.append(error)
+
+    def _next(self) -> tuple[int, Span] | None:
+        try:
+            return self._todo.popleft()
+        except IndexError:
+            return None
 
 
 def _thread_count() -> int:
-    """The threads of a copy: the trainer, which waits for it, has this share of the processors."""
-    try:
-        usable = processors()
-    except OSError:  # the count is only a matter of speed
-        usable = _FEW_THREADS
-    return max(_FEW_THREADS, min(usable // ranks_of_this_host(), _MANY_THREADS))
+    """The threads of a copy, the caller's too: its rank has this share of the processors."""
+    share = processors() // ranks_of_this_host()
+    return max(_FEW_THREADS, min(share, _MANY_THREADS))
 
 
 def arena_bytes(ranges: Iterable[Range]) -> int:

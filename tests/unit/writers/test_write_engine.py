@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from dataclasses import replace
@@ -35,7 +34,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Outcome, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
-from ckptfsm.writers import write_engine
+from ckptfsm.writers import trainers_memory, write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
@@ -594,26 +593,23 @@ def test_a_larger_state_takes_the_pages_that_it_needs_more(engine, storage, root
     assert sizes == [3, 0, 5, 8, 0]
 
 
-@pytest.mark.parametrize("started", [0, 1])
-def test_without_a_thread_the_copy_is_made_all_the_same(
-    engine, storage, root, monkeypatch, started
-):
+@pytest.mark.parametrize("fate", ["refused", "lost"])
+def test_without_a_thread_the_copy_is_made_all_the_same(engine, storage, root, monkeypatch, fate):
     """Catches: a container with no more processes, or an interpreter that ends, in which each save
-    fails."""
-    start, left = threading.Thread.start, [started]
+    fails. Found by attack: a save that waits for ever for a thread without the memory to begin."""
+    asked = []
 
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("ckptfsm-copy"):
-            left[0] -= 1
-            if left[0] < 0:
-                raise RuntimeError("can't start new thread")
-        start(thread)
+    def start(*_: object) -> int:
+        asked.append(fate)
+        if fate == "refused":
+            raise RuntimeError("can't start new thread")
+        return 1  # and nothing of it is ever seen
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(trainers_memory, "start_new_thread", start)
     state = State(count=5)
     run = writer(engine(mode="eager"), storage, state.part())
     assert isinstance(ends(run)[-1], ShardReported)
-    assert left[0] < 0
+    assert asked
     for index in range(5):
         assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
 
