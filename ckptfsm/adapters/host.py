@@ -1,6 +1,7 @@
 """The share of its host that this process may use: memory and processors. No torch.
 
-The host may be the limit, or any of the process's cgroups, of version 1 or 2.
+The host may be the limit, or any of the process's cgroups, of version 1 or 2. A limit that cannot be
+read does not count: a save must not fail because of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
-_UNLIMITED = frozenset({"", "max", "-1"})
 _MEMORY_FILES = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -29,14 +29,14 @@ def available_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     """
     lines = (proc / "meminfo").read_text().splitlines()
     [host] = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return min([host, *_left_in_cgroups(cgroups, proc)])
+    return max(0, min([host, *_left_in_cgroups(cgroups, proc)]))
 
 
 def processors(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     """The processors that this process can keep busy, at least 1.
 
     A container with a quota of 4 processors on a host of 64 is stopped for most of each period if more
-    of its threads run. Raises ``OSError`` if the kernel does not tell.
+    of its threads run.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *_quotas(cgroups, proc)]))
 
@@ -55,11 +55,10 @@ def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
     for directory in _cgroups_of("memory", cgroups, proc):
         for limit, used, page_cache in _MEMORY_FILES:
             allowed = _first_line(directory / limit)
-            if allowed not in _UNLIMITED:
-                lines = (directory / "memory.stat").read_text().splitlines()
-                stat = dict(line.split() for line in lines)
-                cached = sum(int(stat[name]) for name in page_cache)
-                yield int(allowed) - int((directory / used).read_text()) + cached
+            if allowed.isdecimal():
+                stat = dict(line.partition(" ")[::2] for line in _lines(directory / "memory.stat"))
+                cached = sum(_number(stat.get(name, "")) for name in page_cache)
+                yield int(allowed) - _number(_first_line(directory / used)) + cached
 
 
 def _quotas(cgroups: Path, proc: Path) -> Iterator[int]:
@@ -67,28 +66,41 @@ def _quotas(cgroups: Path, proc: Path) -> Iterator[int]:
     for directory in _cgroups_of("cpu", cgroups, proc):
         both = _first_line(directory / "cpu.max").split()  # version 2
         old = (_first_line(directory / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-        quota, period = both or old
-        if quota not in _UNLIMITED:
+        quota, period, *_ = (*both, *old)
+        if quota.isdecimal() and _number(period):
             yield int(quota) // int(period)
 
 
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
 def _first_line(file: Path) -> str:
-    """The first line of a file; "" if there is no such file."""
-    return file.read_text().partition("\n")[0] if file.is_file() else ""
+    return next(iter(_lines(file)), "")
+
+
+def _lines(file: Path) -> list[str]:
+    """The lines of a file; none if there is no such file, or if it may not be read."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _cgroups_of(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
     """The cgroups of this process, and those above them, with or without files of the controller.
 
-    A container sees its cgroup as the topmost, whatever path the kernel tells.
+    A container sees its cgroup as the topmost, whatever path the kernel tells. Some hosts mount
+    ``cpuacct,cpu`` under another name; a link with the name of the controller leads there.
     """
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except FileNotFoundError:  # a kernel without cgroups
-        return
-    for line in lines:
+    for line in _lines(proc / "self/cgroup"):
         number, controllers, path = line.split(":", 2)
-        if number == "0" or controller in controllers.split(","):
-            top = cgroups / controllers  # "" in version 2
+        if number == "0":
+            tops = [cgroups]
+        elif controller in controllers.split(","):
+            tops = [cgroups / controllers, cgroups / controller]
+        else:
+            continue
+        for top in tops:
             place = top / path.strip("/")
             yield from (each for each in (place, *place.parents) if each.is_relative_to(top))

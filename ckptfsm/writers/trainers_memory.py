@@ -158,8 +158,7 @@ class SharedWork:
 
 def _thread_count() -> int:
     """The threads of a copy, the caller's too: its rank has this share of the processors."""
-    share = processors() // ranks_of_this_host()
-    return max(_FEW_THREADS, min(share, _MANY_THREADS))
+    return max(_FEW_THREADS, min(processors() // ranks_of_this_host(), _MANY_THREADS))
 
 
 def arena_bytes(ranges: Iterable[Range]) -> int:

@@ -68,6 +68,43 @@ def test_limits_of_cgroups_of_version_1_count(tmp_path, proc, monkeypatch):
     assert processors(tmp_path / "cgroup", proc) == 64
 
 
+def test_a_limit_that_cannot_be_read_does_not_count(tmp_path, proc, monkeypatch):
+    """Found by review. Catches: a sandbox with some of a kernel's files, where each save fails."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    (proc / "self/cgroup").write_text("4:memory:/\n3:cpu:/\n0::/\n")
+    cgroups = tmp_path / "cgroup"
+    (cgroups / "memory").mkdir(parents=True)
+    (cgroups / "cpu").mkdir()
+    (cgroups / "cpu/cpu.cfs_quota_us").write_text("300000\n")  # without its period
+    (cgroups / "cpu.max").write_text("max\n")
+    (cgroups / "memory.max").mkdir()  # cannot be read
+    assert processors(cgroups, proc) == 64
+    assert available_bytes(cgroups, proc) == 8 * GIB
+    (cgroups / "memory/memory.limit_in_bytes").write_text(f"{GIB}\n")
+    assert available_bytes(cgroups, proc) == GIB
+    (cgroups / "memory/memory.stat").write_text("cache 5\n")
+    (cgroups / "memory/memory.usage_in_bytes").write_text("7\n")
+    assert available_bytes(cgroups, proc) == GIB - 7
+
+
+def test_a_cgroup_above_its_limit_has_nothing_left(tmp_path, proc):
+    """Found by review. Catches: a warning that a copy may take a negative number of bytes."""
+    limit(tmp_path / "cgroup/job", str(GIB), used=GIB + 1)
+    assert available_bytes(tmp_path / "cgroup", proc) == 0
+
+
+def test_controllers_that_are_mounted_under_another_name_count(tmp_path, proc, monkeypatch):
+    """Found by review. Catches: a kernel that tells ``cpuacct,cpu``, with ``cpu,cpuacct`` mounted."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    (proc / "self/cgroup").write_text("3:cpuacct,cpu:/docker/5\n")
+    mounted = tmp_path / "cgroup/cpu,cpuacct"
+    mounted.mkdir(parents=True)
+    (tmp_path / "cgroup/cpu").symlink_to(mounted)
+    (mounted / "cpu.cfs_quota_us").write_text("300000\n")
+    (mounted / "cpu.cfs_period_us").write_text("100000\n")
+    assert processors(tmp_path / "cgroup", proc) == 3
+
+
 def test_this_process_can_take_memory():
     """Catches: a format of this kernel that is not read."""
     assert 0 < available_bytes() < 1 << 50
