@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import os
-from _thread import LockType, allocate_lock, start_new_thread
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ckptfsm.adapters.host import processors, ranks_of_this_host
 from ckptfsm.adapters.memory import OwnMemory, take_now
 from ckptfsm.adapters.segments import Segment, Span, SpanReader
+from ckptfsm.adapters.shared_work import SharedWork
 from ckptfsm.writers.image import FromImages, memory_of
 
 _PIECE_BYTES = 16 << 20  # of a copy by one of the threads
@@ -102,58 +99,6 @@ class Arena:
         if offset + size > self._present:
             take_now(target, size)
         ctypes.memmove(target, address, size)  # without the GIL
-
-
-class SharedWork:
-    """``work`` for each of ``pieces``, by this thread and by others that help.
-
-    Rules: no thread is awaited that does not work. On a host without memory, a thread may end before
-    its first line, and ``threading.Thread.start`` waits for it for ever. All that is done is noted.
-    """
-
-    def __init__(self, work: Callable[[Span], object], pieces: Sequence[Span]) -> None:
-        self._work = work
-        self._todo = deque(enumerate(pieces))
-        self._done = bytearray(len(pieces))
-        self._errors: list[BaseException] = []
-
-    def run(self, helpers: int) -> None:
-        """Return when all is done. Raises the first error; ``OSError`` for a thread that got lost."""
-        turns = [allocate_lock() for _ in range(helpers)]
-        try:
-            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter ends
-                for turn in turns:
-                    start_new_thread(self._help, (turn,))
-            self._take_pieces()
-        finally:
-            for turn in turns:  # also after an error: the memory may be given back then
-                turn.acquire()
-        if self._errors:
-            raise self._errors[0]
-        if not all(self._done):
-            raise OSError(errno.ENOMEM, "a thread that copied has ended early")
-
-    def _help(self, turn: LockType) -> None:
-        if turn.acquire(blocking=False):  # else all is done
-            try:
-                self._take_pieces()
-            finally:
-                turn.release()
-
-    def _take_pieces(self) -> None:
-        try:
-            while (found := self._next()) is not None:
-                number, piece = found
-                self._work(piece)
-                self._done[number] = True
-        except BaseException as error:  # raised by the thread that waits
-            self._errors.append(error)
-
-    def _next(self) -> tuple[int, Span] | None:
-        try:
-            return self._todo.popleft()
-        except IndexError:
-            return None
 
 
 def _thread_count() -> int:

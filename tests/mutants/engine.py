@@ -248,6 +248,18 @@ MUTANTS = (
         why="the save hangs until the writer's deadline",
     ),
     mutant(
+        "a-piece-of-a-lost-thread-counts-as-copied",
+        "adapters.shared_work:SharedWork.run",
+        "not all(self._done)",
+        "False",
+        breaks="I5",
+        source="order",
+        killers=(
+            "tests:test_shared_work.py::test_a_thread_that_is_lost_with_its_piece_is_an_error",
+        ),
+        why="the files have a piece of an older state",
+    ),
+    mutant(
         "a-killed-writer-keeps-its-copy",
         "writers.write_engine:WriteEngine._from_arena",
         "killed.give_arena_back()",
