@@ -206,7 +206,7 @@ class BaseGroupWorker:
         writer = self._writer
         assert writer is not None
         if writer.must_wait or self._ports.staging is not None:  # which moves the state
-            writer.await_copy(self._ports.clock, self._one_call.hear)
+            writer.await_copy(self._ports.clock, self._one_call.hear_exit)
         self._ports.driver.accept()
 
     def _drop_writer(self) -> None:

@@ -453,7 +453,7 @@ class Participant:
         self.reports.forget_sent(self.view.unfinished)
         handle = self.expect(accepted.of)
         self.show.begin(accepted.of, self._writing_ranks(accepted), self.reports.progress_now)
-        self.reports.begin_writing(storage, accepted, draft, self.calls.hear)
+        self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)
         handle._progress = self.reports.progress
         return handle
 
