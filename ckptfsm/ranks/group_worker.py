@@ -130,15 +130,14 @@ class BaseGroupWorker:
             return
         try:
             self._begin(ticket, draft, accepted or shared, shares)
-        except (KeyboardInterrupt, SystemExit):
+        except BaseException as error:  # also torch's: the controller must hear of it
             self._drop_writer()  # first: it reads what is let go of
             self._ports.driver.refuse()
             draft.let_go()
-            raise
-        except BaseException as error:  # also torch's: the controller must hear of it
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"
             say(log.exception, "fork_failed", said, step=ticket.of.step, rank=self._number)
-            self._ports.driver.refuse()
             self._give_up(ticket, describe(error))
 
     def _give_up(self, ticket: Ticket, problem: str) -> None:

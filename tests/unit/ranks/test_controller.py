@@ -52,7 +52,7 @@ from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.fakes import FakeDraft, Gate, fake_ports
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.plain_files import FileTree
-from ckptfsm.writers.rank_writer import RankWriter
+from ckptfsm.writers.rank_writer import RankWriter, launch_forked
 
 SIZES = {"actor": 2, "critic": 1}
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -968,6 +968,31 @@ def test_I10_another_exception_of_a_handler_does_not_fail_a_worker_that_waits(tm
             worker.write(save.tickets["actor"], {"w": b"x"})
     finally:
         signal.signal(signal.SIGUSR1, before)
+    save.handle.wait()
+    job.controller.close()
+
+
+def test_a_worker_whose_wait_fails_ends_its_writer(tmp_path):
+    """Found by review. Catches: a writer that reads on while the state changes, beside the one that
+    leaves an optional part out."""
+
+    class Broken(UnreadWithoutGate):
+        def await_copy(self, timeout_s: float) -> None:
+            raise TimeoutError("the other process took no message")
+
+    job = GroupJob(tmp_path, {"actor": 1})
+    started = []
+
+    def launch(storage: Storage, order: RankJob) -> WriterProcess:
+        started.append((Broken if not started else launch_forked)(storage, order))
+        return started[-1]
+
+    parts = {"actor": GroupPart("actor", optional=True), "data.pt": b"x"}
+    save = job.controller.begin(10, parts)
+    worker = job.groups["actor"].workers[0]
+    worker._ports = replace(worker._ports, launch=launch)
+    worker.write(save.tickets["actor"], {"w": b"x"})
+    assert started[0].outcome == Outcome(-9)
     save.handle.wait()
     job.controller.close()
 
