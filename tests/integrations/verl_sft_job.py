@@ -200,7 +200,7 @@ class Rank:
         self.notes["at"].append([tracker.read_text().strip() if tracker.exists() else "", steps])
         self.save()
         if number == self.what.get("open_at"):
-            self.notes["private"] = private_bytes_of_children()
+            self.notes["private"] = private_bytes_of_writers()
             Path(self.what["hold"]).touch()
         if number == self.what.get("wait_at"):
             (self.place / f"waits-{self.rank}").touch()
@@ -266,11 +266,20 @@ def hold_writers(gate: Path) -> None:
     GroupShare.portable = False  # type: ignore[assignment, method-assign]  # so it is forked
 
 
-def private_bytes_of_children() -> int:
-    """Bytes that only the writers of this rank still hold."""
+def private_bytes_of_writers() -> int:
+    """Bytes that only the forked writers of this rank still hold.
+
+    The engine's process is another program. It takes 250 MB when it imports torch, sooner or later.
+    """
     tasks = Path("/proc/self/task").iterdir()
-    pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    places = [Path("/proc", pid) for pid in children]
+    program = Path("/proc/self/cmdline").read_bytes()
+    texts = [
+        (place / "smaps_rollup").read_text()
+        for place in places
+        if (place / "cmdline").read_bytes() == program
+    ]
     rows = [line.split() for text in texts for line in text.splitlines()]
     return sum(int(row[1]) * 1024 for row in rows if row[0].startswith("Private_"))
 
