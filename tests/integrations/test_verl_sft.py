@@ -125,7 +125,7 @@ def test_a_ctrl_c_at_one_rank_ends_a_wait_on_all(sft: SftServer, tmp_path: Path,
     that is put off until the writers have ended."""
     gate = tmp_path / "gate"
     run = Run(sft, tmp_path / "ours", "megatron", async_save=False, hold=str(gate))
-    until_there(run, run.place / "root/.ckptfsm/staging/2.*")
+    until_there(run, tmp_path / f"held-{rank}")  # so that rank is inside the save
     os.kill(run.pids[rank], signal.SIGINT)
     assert run.ended() == [1, 1]
     gate.touch()  # the writers left behind may write

@@ -253,10 +253,14 @@ def verify_slowly(notes: dict[str, Any]) -> None:
 
 
 def hold_writers(gate: Path) -> None:
-    """Writers of this rank wait until the file ``gate`` exists; at most 60 s."""
+    """Writers of this rank wait until the file ``gate`` exists; at most 60 s.
+
+    A file beside it, ``held-N``, tells that the writer of rank N waits.
+    """
     stock = GroupShare.write
 
     def write(share: GroupShare, storage: Any, location: str) -> Any:
+        (gate.parent / f"held-{share.rank}").touch()
         deadline = time.monotonic() + 60
         while not gate.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
