@@ -143,7 +143,7 @@ class Rank:
         os.chdir(self.place)
         sys.argv = ["sft", *what["words"]]
         if what.get("hold"):
-            hold_writers(Path(what["hold"]))
+            hold_writers(Path(what["hold"]), self.rank)
         if what.get("verify_slowly"):
             verify_slowly(self.notes)
         if what.get("offload"):
@@ -252,15 +252,15 @@ def verify_slowly(notes: dict[str, Any]) -> None:
     restoring.check_digests = check_digests
 
 
-def hold_writers(gate: Path) -> None:
+def hold_writers(gate: Path, rank: int) -> None:
     """Writers of this rank wait until the file ``gate`` exists; at most 60 s.
 
-    A file beside it, ``held-N``, tells that the writer of rank N waits.
+    A file beside it, ``held-N``, tells that a writer of rank N waits.
     """
     stock = GroupShare.write
 
     def write(share: GroupShare, storage: Any, location: str) -> Any:
-        (gate.parent / f"held-{share.rank}").touch()
+        (gate.parent / f"held-{rank}").touch()
         deadline = time.monotonic() + 60
         while not gate.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
