@@ -35,7 +35,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -50,24 +49,24 @@ from typing import Literal
 from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Segment, Span, is_in_segment
-from ckptfsm.adapters.shared_count import COUNT_BYTES, SharedCount
+from ckptfsm.adapters.segments import Segment, is_in_segment
+from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import STAGING, receipt_name
-from ckptfsm.core.ports import ChildError, Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
-from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
+from ckptfsm.writers.write_job import Reading, WriteJob
+from ckptfsm.writers.write_process import Order, Probe
 
 log = logging.getLogger("ckptfsm")
 
 Mode = Literal["auto", "eager", "gated"]
 _LISTEN_S = 0.05
-_COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 _HELLO_S = 10.0
 _PROBE_BYTES = 64
 _ARENA_BUFFER_BYTES = 20 << 20  # no trainer waits until an arena was read
@@ -91,38 +90,6 @@ class WriteEngineSettings:
     threads: int = 2
     nice: int = 10
     twice: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The way in which the process gets the memory of a job.
-
-    ``lent``: the trainer can change some of the memory that the process reads. ``copies`` tell the
-    places of memory in the ``arena``. ``whole``: all memory is there. ``must_wait``: the trainer knows
-    no gate, and the process reads its memory all the same. ``count`` is where the process counts the
-    bytes that it writes; None if the kernel gives no memory for that.
-    """
-
-    buffer_bytes: int
-    lent: bool
-    segments: tuple[Segment, ...] = ()
-    arena: Arena | None = None
-    whole: bool = False
-    must_wait: bool = False
-    copies: Sequence[Span] = ()
-    count: Segment | None = None
-
-    @property
-    def sources(self) -> tuple[Segment, ...]:
-        """The segments that the process needs."""
-        return self.segments if self.arena is None else (self.arena.segment, *self.segments)
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The places of all memory that is read through ``sources``."""
-        first = len(self.sources) - len(self.segments)
-        lent = (Span(s.address, s.size, first + n, 0) for n, s in enumerate(self.segments))
-        return (*self.copies, *lent)
 
 
 class WriteEngine:
@@ -494,158 +461,3 @@ def _is_portable(storage: Storage, job: RankJob) -> bool:
         part.portable if isinstance(part, FromImages) else isinstance(part, PLAIN_PARTS)
         for part in job.parts
     )
-
-
-class WriteJob:
-    """A job of the engine's process. See ``ports.WriterProcess``.
-
-    ``later`` gives the process its order, once an accelerator's copies are made. ``killed``: the trainer
-    ended it, though the process may not be gone yet.
-    """
-
-    def __init__(
-        self,
-        engine: WriteEngine,
-        process: Spawned,
-        parts: Sequence[FromImages],
-        reading: Reading,
-        *,
-        later: Callable[[], object] | None = None,
-        again: Callable[[], Spawned | None] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._process = process
-        self._kept = tuple(parts)  # with their memory, until it was read
-        self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
-        self._counting = reading.count  # open as long as another process may need it
-        self._count = None if reading.count is None else SharedCount.of_segment(reading.count)
-        self.must_wait = reading.must_wait
-        self._later = later
-        self._ordered = later is None
-        self._again = again  # starts another process, once
-        self._taken = self._confirmed = self.killed = False
-        self._failure: Outcome | None = None
-        self._outcome: Outcome | None = None
-        engine.watch(self)
-
-    @property
-    def holds_copy(self) -> bool:
-        """True once the trainer can change nothing that the process still has to read."""
-        self._listen(0.0)
-        return self._taken or (self._ordered and not self._lent)
-
-    def await_copy(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self.holds_copy and self._outcome is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            self._listen(min(left, _LISTEN_S))
-
-    def confirm(self) -> None:
-        """Let the process write its receipts; without this message it waits for ever."""
-        if self._outcome is None:
-            self._confirmed = True
-            with contextlib.suppress(ConnectionError):  # it has ended: ``poll`` tells
-                self._process.send(Confirm())
-
-    def poll(self) -> Outcome | None:
-        self._listen(0.0)
-        return self._outcome
-
-    def wait(self, timeout_s: float) -> Outcome | None:
-        deadline = time.monotonic() + timeout_s
-        while self._outcome is None and (left := deadline - time.monotonic()) > 0:
-            self._listen(min(left, _LISTEN_S))
-        return self.poll()
-
-    def kill(self, timeout_s: float) -> bool:
-        """End the process, unless the job is done: then nothing of it is left."""
-        if self._outcome is not None:
-            return True
-        self._again = None
-        self.killed = True
-        if not self._process.kill(timeout_s):
-            return False
-        self._end(Outcome(self._process.exitcode()))
-        return True
-
-    def give_arena_back(self) -> None:
-        """After ``kill``: give the copy back. A process that is not gone yet makes nothing of it."""
-        self._listen(0.0)
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
-
-    def whereabouts(self) -> str:
-        if self._later is not None:
-            return "the copy of the accelerator's state"
-        return self._process.whereabouts()
-
-    def written_bytes(self) -> int:
-        return 0 if self._count is None else self._count.value
-
-    def _order_when_copied(self) -> None:
-        """Give the process its order if the copies are made. An error of them ends the job."""
-        if self._later is None:
-            return
-        copying = copying_of(self._kept)
-        try:
-            if copying is not None and not copying.done():
-                return
-            self._later()
-        except Exception as error:  # of the accelerator, or of the process: the save fails
-            if not isinstance(error, ConnectionError):  # else the process's exit code tells
-                self._failure = Outcome(1, error=ChildError(describe(error)))
-            self._process.kill()
-        else:
-            self._ordered = True
-        self._later = None
-
-    def _listen(self, timeout_s: float) -> None:
-        """Take what the process said, and learn of its end."""
-        if self._outcome is not None:
-            return
-        self._order_when_copied()
-        if self._later is not None:
-            timeout_s = min(timeout_s, _COPY_LOOK_S)
-        exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
-        for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
-            if isinstance(message, Taken):
-                self._taken, self._kept = True, ()
-            elif isinstance(message, Done):
-                self._end(Outcome(0, message.payload, complete=True))
-                self._engine.take_back(self._process)
-            elif isinstance(message, Ended):
-                self._failure = Outcome(1, error=message.error)
-        if self._outcome is None and exitcode is not None and not self._restarted(exitcode):
-            self._end(self._failure or Outcome(exitcode))
-
-    def _restarted(self, exitcode: int) -> bool:
-        """Let another process begin again, if this one was killed and all memory is as it was."""
-        again, self._again = self._again, None
-        intact = not self._taken or self._whole
-        if again is None or exitcode >= 0 or not intact:
-            return False
-        died = f"the writer ended: {Outcome(exitcode).explain()}"
-        try:
-            process = again()
-        except OSError as error:
-            said = f"{died}; another one cannot begin: {describe(error)}"
-            say(log.warning, "writer_not_started", said, error=describe(error))
-            return False
-        if process is None:
-            return False
-        self._process = process
-        say(log.warning, "writer_restarted", f"{died}; another one begins again")
-        if self._confirmed:
-            self.confirm()
-        return True
-
-    def _end(self, outcome: Outcome) -> None:
-        self._outcome, self._kept = outcome, ()
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            self._engine.take_back_arena(arena)
-        if self._counting is not None:
-            self._counting.close()

@@ -28,7 +28,8 @@ from refused_reads import refuse_reads
 
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.writers import write_engine
-from ckptfsm.writers.write_engine import WriteEngine, WriteJob
+from ckptfsm.writers.write_engine import WriteEngine
+from ckptfsm.writers.write_job import WriteJob
 
 
 def save_refused(here: Here, root: str, steps: list[int], **settings: Any) -> Told:

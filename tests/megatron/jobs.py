@@ -65,7 +65,7 @@ from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: 
 from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage  # noqa: E402
-from ckptfsm.writers.write_engine import WriteJob  # noqa: E402
+from ckptfsm.writers.write_job import WriteJob  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,8 @@ from ckptfsm import CheckpointManager, SaveFailed
 from ckptfsm.adapters.fork import Child
 from ckptfsm.megatron import checkpoint_manager
 from ckptfsm.megatron.device_copies import DeviceCopies
-from ckptfsm.writers.write_engine import WriteEngine, WriteJob
+from ckptfsm.writers.write_engine import WriteEngine
+from ckptfsm.writers.write_job import WriteJob
 
 pytestmark = pytest.mark.megatron
 

@@ -177,7 +177,7 @@ MUTANTS = (
     ),
     mutant(
         "a-second-writer-while-the-first-lives",
-        "writers.write_engine:WriteJob.kill",
+        "writers.write_job:WriteJob.kill",
         "if not self._process.kill(timeout_s):\n    return False",
         "",
         breaks="I4",
@@ -206,7 +206,7 @@ MUTANTS = (
     ),
     mutant(
         "a-gate-that-opens-early",
-        "writers.write_engine:WriteJob.holds_copy",
+        "writers.write_job:WriteJob.holds_copy",
         "return self._taken or (self._ordered and not self._lent)",
         "return True",
         breaks="I5",
@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     mutant(
         "copies-are-freed-while-they-are-read",
-        "writers.write_engine:WriteJob.__init__",
+        "writers.write_job:WriteJob.__init__",
         "self._kept = tuple(parts)",
         "self._kept = ()",
         breaks="I5",
@@ -370,7 +370,7 @@ MUTANTS = (
     ),
     mutant(
         "a-writer-begins-again-behind-an-open-gate",
-        "writers.write_engine:WriteJob._restarted",
+        "writers.write_job:WriteJob._restarted",
         "intact = not self._taken or self._whole",
         "intact = True",
         breaks="I5",
@@ -405,7 +405,7 @@ MUTANTS = (
     ),
     mutant(
         "a-killed-writer-has-a-successor",
-        "writers.write_engine:WriteJob.kill",
+        "writers.write_job:WriteJob.kill",
         "self._again = None",
         "pass",
         breaks="I4",
@@ -417,7 +417,7 @@ MUTANTS = (
     ),
     mutant(
         "an-order-before-the-accelerators-copy",
-        "writers.write_engine:WriteJob._order_when_copied",
+        "writers.write_job:WriteJob._order_when_copied",
         "if copying is not None and not copying.done():\n    return",
         "",
         breaks="I5",
@@ -459,7 +459,7 @@ MUTANTS = (
     ),
     mutant(
         "a-new-writer-reads-copies-that-were-let-go",
-        "writers.write_engine:WriteJob._restarted",
+        "writers.write_job:WriteJob._restarted",
         "intact = not self._taken or self._whole",
         "intact = not self._taken or self._arena is not None",
         breaks="I5",

@@ -83,7 +83,8 @@ from ckptfsm.adapters import spawn
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
-from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
+from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
+from ckptfsm.writers.write_job import WriteJob
 root, stopped_at = sys.argv[1:]
 first, _, rest = spawn._START.partition("; from")
 slow = "from ckptfsm.adapters import spawn; spawn._end_with = lambda fd: None"

@@ -59,6 +59,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "shard_file": "rank_writer",
     "prefetch": "image",
     "write_process": "write_engine",
+    "write_job": "write_engine",
     "ports": "fork",
     "session": "manager",
     "recovery_refusals": "recovery",

@@ -38,7 +38,8 @@ from ckptfsm.writers import trainers_memory, write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
-from ckptfsm.writers.write_engine import Reading, WriteEngine, WriteEngineSettings, WriteJob
+from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
+from ckptfsm.writers.write_job import Reading, WriteJob
 from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word, populate
 
 OF = AttemptId(5, 1, 1)
