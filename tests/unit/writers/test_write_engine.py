@@ -22,7 +22,7 @@ from typing import ClassVar
 import pytest
 from refused_reads import refuse_reads
 
-from ckptfsm.adapters import memory
+from ckptfsm.adapters import memory, shared_work
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -34,7 +34,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Outcome, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
-from ckptfsm.writers import trainers_memory, write_engine
+from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
@@ -606,7 +606,7 @@ def test_without_a_thread_the_copy_is_made_all_the_same(engine, storage, root, m
             raise RuntimeError("can't start new thread")
         return 1  # and nothing of it is ever seen
 
-    monkeypatch.setattr(trainers_memory, "start_new_thread", start)
+    monkeypatch.setattr(shared_work, "start_new_thread", start)
     state = State(count=5)
     run = writer(engine(mode="eager"), storage, state.part())
     assert isinstance(ends(run)[-1], ShardReported)
