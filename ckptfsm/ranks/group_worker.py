@@ -209,7 +209,7 @@ class BaseGroupWorker:
         self._ports.driver.accept()
 
     def _drop_writer(self) -> None:
-        """End the writer, if there is one. One that the kernel keeps is left to the polls."""
+        """End the writer, if there is one. The polls go on if the kernel keeps it."""
         writer, self._writer, self._begun = self._writer, None, False
         if writer is not None and not writer.kill(_KILL_WAIT_S):
             self._dying.append(writer)

@@ -273,7 +273,7 @@ def hold_writers(gate: Path, rank: int) -> None:
 def private_bytes_of_writers() -> int:
     """Bytes that only the forked writers of this rank still hold.
 
-    The engine's process is another program. It takes 250 MB when it imports torch, sooner or later.
+    The engine's process is another program, and takes 250 MB once it imports torch.
     """
     tasks = Path("/proc/self/task").iterdir()
     children = [pid for task in tasks for pid in (task / "children").read_text().split()]
