@@ -60,13 +60,12 @@ from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
-from ckptfsm.writers.write_job import Reading, WriteJob
+from ckptfsm.writers.write_job import LISTEN_S, Reading, WriteJob
 from ckptfsm.writers.write_process import Order, Probe
 
 log = logging.getLogger("ckptfsm")
 
 Mode = Literal["auto", "eager", "gated"]
-_LISTEN_S = 0.05
 _HELLO_S = 10.0
 _PROBE_BYTES = 64
 _ARENA_BUFFER_BYTES = 20 << 20  # no trainer waits until an arena was read
@@ -163,18 +162,16 @@ class WriteEngine:
         if reading is None:
             return self._forked(storage, job, ranges)
         reading = replace(reading, count=self._new_count())
+        process: Spawned | None = None
         try:
             order = self._order(storage, job, reading)
             process = (
                 self._ready() if copying is not None else self._ordered(order, storage, reading)
             )
-        except BaseException:  # a process that is stopped, a Ctrl-C
-            if reading.arena is not None:
+        finally:
+            if process is None and reading.arena is not None:  # also after a Ctrl-C
                 reading.arena.close()
-            raise
         if process is None:
-            if reading.arena is not None:
-                reading.arena.close()
             return self._forked(storage, job, ranges)
         give = partial(self._give, process, order, storage, reading)
         again = partial(self._begin_again, order, storage, reading)
@@ -344,7 +341,7 @@ class WriteEngine:
         """Wait for the process's first message. Returns the reason why there is none, or ""."""
         deadline = time.monotonic() + _HELLO_S
         while True:
-            for message in process.listen(_LISTEN_S):
+            for message in process.listen(LISTEN_S):
                 self._greeted, self._refused = True, message.problem
             if self._greeted:
                 return ""

@@ -21,7 +21,7 @@ from ckptfsm.writers.write_process import Confirm, Done, Ended, Taken
 
 log = logging.getLogger("ckptfsm")
 
-_LISTEN_S = 0.05
+LISTEN_S = 0.05  # a look for messages
 _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 
 
@@ -111,7 +111,7 @@ class WriteJob:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            self._listen(min(left, _LISTEN_S))
+            self._listen(min(left, LISTEN_S))
 
     def confirm(self) -> None:
         """Let the process write its receipts; without this message it waits for ever."""
@@ -127,7 +127,7 @@ class WriteJob:
     def wait(self, timeout_s: float) -> Outcome | None:
         deadline = time.monotonic() + timeout_s
         while self._outcome is None and (left := deadline - time.monotonic()) > 0:
-            self._listen(min(left, _LISTEN_S))
+            self._listen(min(left, LISTEN_S))
         return self.poll()
 
     def kill(self, timeout_s: float) -> bool:
