@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
@@ -68,3 +70,29 @@ class ReadLate:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
+
+
+class Elastic(Exception):
+    """An exception of a user's handler, which is no Ctrl-C."""
+
+
+class Struck(ReadLate):
+    """``ReadLate``, with a signal of the user's in the wait."""
+
+    def await_copy(self, timeout_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        super().await_copy(timeout_s)
+
+
+@contextmanager
+def handler_that_raises() -> Iterator[None]:
+    """Let SIGUSR1 raise ``Elastic``."""
+    before = signal.signal(signal.SIGUSR1, _raise_elastic)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _raise_elastic(number: int, frame: object) -> None:
+    raise Elastic

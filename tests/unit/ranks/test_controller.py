@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,14 @@ from typing import Any
 
 import pytest
 from groups import SETTINGS, Group, GroupJob
-from managers import ReadLate, Unread, UnreadWithoutGate
+from managers import (
+    Elastic,
+    ReadLate,
+    Struck,
+    Unread,
+    UnreadWithoutGate,
+    handler_that_raises,
+)
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import Promise
@@ -946,28 +952,12 @@ def test_I10_a_ctrl_c_ends_the_wait_of_a_worker_and_its_writer(tmp_path):
 def test_I10_another_exception_of_a_handler_does_not_fail_a_worker_that_waits(tmp_path):
     """Found by review. Catches: an exception of a user's handler that is taken for an error of the
     writer: the save is lost, and the worker never hears of it."""
-
-    class Elastic(Exception):
-        pass
-
-    def leave(number: int, frame: object) -> None:
-        raise Elastic
-
-    class Struck(ReadLate):
-        def await_copy(self, timeout_s: float) -> None:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            super().await_copy(timeout_s)
-
     job = GroupJob(tmp_path, {"actor": 1})
     save = job.begin(10)
     worker = job.groups["actor"].workers[0]
     worker._ports = replace(worker._ports, launch=Struck)
-    before = signal.signal(signal.SIGUSR1, leave)
-    try:
-        with pytest.raises(Elastic):
-            worker.write(save.tickets["actor"], {"w": b"x"})
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handler_that_raises(), pytest.raises(Elastic):
+        worker.write(save.tickets["actor"], {"w": b"x"})
     save.handle.wait()
     job.controller.close()
 

@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managers import QUICK, TEMPLATE, ReadLate, Unread, UnreadWithoutGate, weights
+from managers import (
+    QUICK,
+    TEMPLATE,
+    Elastic,
+    ReadLate,
+    Struck,
+    Unread,
+    UnreadWithoutGate,
+    handler_that_raises,
+    weights,
+)
 
 import ckptfsm.disk.inspection as evidence_module
 from ckptfsm.adapters.executor import InlineExecutor
@@ -2051,26 +2061,10 @@ def test_I10_a_ctrl_c_is_heard_in_a_save_that_waits(run: Run):
 def test_I10_another_exception_of_a_handler_does_not_fail_a_save_that_waits(run: Run):
     """Found by review. Catches: an exception of a user's handler that is taken for an error of the
     writer: the save is lost, and the trainer never hears of it."""
-
-    class Elastic(Exception):
-        pass
-
-    def leave(number: int, frame: object) -> None:
-        raise Elastic
-
-    class Struck(ReadLate):
-        def await_copy(self, timeout_s: float) -> None:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            super().await_copy(timeout_s)
-
     ports = fake_ports(run.root, driver=run.driver, clock=run.clock, launch=Struck)
     manager = Manager(ports, make_config(QUICK))
-    before = signal.signal(signal.SIGUSR1, leave)
-    try:
-        with pytest.raises(Elastic):
-            manager.save(1, weights(1))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handler_that_raises(), pytest.raises(Elastic):
+        manager.save(1, weights(1))
     manager.wait_until_finished()
     assert manager.latest_step() == 1
     manager.close()

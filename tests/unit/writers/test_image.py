@@ -344,19 +344,14 @@ def test_a_second_reading_finds_a_change(changed):
     assert calls == ([] if changed else [1])
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_an_error_of_one_file_ends_the_others(tmp_path, count):
-    """Catches: files of a part that wait for buffers which the failed one holds, until the deadline."""
-    trainer = Trainer(*[b"a" * (3 * images.CHUNK_BYTES)] * count)
-    files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
-    (tmp_path / "0").write_bytes(b"in the way")
-    source, _ = prefetched(trainer, [files], buffers=2)
-    storage, errors = PosixStorage(tmp_path), []
+def fails_in_time(root, files, source, expected):
+    """Write the files, which fails, on a thread that must end."""
+    storage, errors = PosixStorage(root), []
 
     def write() -> None:
         try:
             ImagePart("state", "", tuple(files)).bound(source).write(storage, "")
-        except FileExistsError as error:
+        except expected as error:
             errors.append(error)
 
     source.start()
@@ -367,6 +362,16 @@ def test_an_error_of_one_file_ends_the_others(tmp_path, count):
     assert len(errors) == 1
     source.join()
     storage.close_root()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_error_of_one_file_ends_the_others(tmp_path, count):
+    """Catches: files of a part that wait for buffers which the failed one holds, until the deadline."""
+    trainer = Trainer(*[b"a" * (3 * images.CHUNK_BYTES)] * count)
+    files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
+    (tmp_path / "0").write_bytes(b"in the way")
+    source, _ = prefetched(trainer, [files], buffers=2)
+    fails_in_time(tmp_path, files, source, FileExistsError)
 
 
 class Stolen(queue.SimpleQueue):
@@ -402,7 +407,6 @@ def test_a_thread_of_a_file_that_cannot_be_started_is_no_hang(tmp_path, monkeypa
     trainer = Trainer(*[b"a" * (3 * images.CHUNK_BYTES)] * 2)
     files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
     source, _ = prefetched(trainer, [files], buffers=2)
-    storage, errors = PosixStorage(tmp_path), []
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -410,21 +414,8 @@ def test_a_thread_of_a_file_that_cannot_be_started_is_no_hang(tmp_path, monkeypa
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    def write() -> None:
-        try:
-            ImagePart("state", "", tuple(files)).bound(source).write(storage, "")
-        except RuntimeError as error:
-            errors.append(error)
-
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    source.start()
-    writing = threading.Thread(target=write, daemon=True)
-    writing.start()
-    writing.join(20)
-    assert not writing.is_alive(), "a file waits for a buffer"
-    assert len(errors) == 1
-    source.join()
-    storage.close_root()
+    fails_in_time(tmp_path, files, source, RuntimeError)
 
 
 def test_a_file_that_cannot_be_allocated_is_closed(tmp_path):
