@@ -92,6 +92,8 @@ def _stalls_of(
     """Seconds in ``save``, and of the whole stall, of each save."""
     saves, stalls = [], []
     with process_group(), CheckpointManager(root, retention=LatestN(1), engine=engine) as manager:
+        if engine == "gated":
+            manager.expect_gate()
         for step in range(1, _WARM_UP_ROUNDS + pairs + 1):
             torch.cuda.synchronize()
             saved = timed(partial(manager.save, step, state.sharded(step)))

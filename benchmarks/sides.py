@@ -96,6 +96,8 @@ class ManagerSide:
         self.root = root
         self._manager = manager
         self._handle: SaveHandle | None = None
+        if manager.config.engine == "gated":
+            manager.expect_gate()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self._handle = self._manager.save(step, state)

@@ -14,6 +14,7 @@ from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.megatron.gate import Gate
 from ckptfsm.megatron.mailbox import mailbox_of
 from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
@@ -24,7 +25,7 @@ from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 
 
-class CheckpointManager(Manager):
+class CheckpointManager(Manager, Gate):
     """The life of the checkpoints below ``root``, for one job.
 
     Construction is collective under torch.distributed (initialise it first); without it, a job of
@@ -61,23 +62,6 @@ class CheckpointManager(Manager):
         if engine is not None:
             engine.hear = self._one_call.hear_exit
 
-    def attach(self, optimizer: Any) -> Any:
-        """Call ``before_update`` before each step of a torch optimizer (local).
-
-        ``optimizer`` is a ``torch.optim.Optimizer``; of one that wraps others, attach the inner ones.
-        Returns torch's handle: its ``remove`` undoes this. See ``expect_gate``.
-        """
-        self.expect_gate()
-        return optimizer.register_step_pre_hook(self._before_step)
-
-    def expect_gate(self) -> None:
-        """Promise to call ``before_update`` before each change of the state (local).
-
-        With ``engine="auto"``, later saves are gated: the writer reads while it writes.
-        """
-        if self._engine is not None:
-            self._engine.expect_gate()
-
     def share(self, state: Any) -> int:
         """Move an offloaded optimizer's state into memory that the writer process shares (local).
 
@@ -88,6 +72,8 @@ class CheckpointManager(Manager):
         that were moved. Tensors that are made later are read the usual way, and so are those that use
         a part of a larger memory.
 
+        The moved storages cannot be resized: torch raises ``RuntimeError``.
+
         The memory is given back when this manager is closed and the tensors are gone. A process that
         the trainer forks shares it: no change of either is hidden from the other.
 
@@ -96,9 +82,6 @@ class CheckpointManager(Manager):
         memory. Nothing is moved then.
         """
         return share_with(self._engine, state, self.before_update)
-
-    def _before_step(self, *_: Any) -> None:
-        self.before_update()
 
 
 def ports_of(

@@ -12,12 +12,13 @@ from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of, share_with
+from ckptfsm.megatron.gate import Gate
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 
 _FINISHERS = ("ckptfsm.megatron.torch_dist",)  # the first rank's writer completes the part
 
 
-class GroupWorker(BaseGroupWorker):
+class GroupWorker(BaseGroupWorker, Gate):
     """A rank of a group of workers that writes below the ``root`` of its controller.
 
     Construction is collective in the group. Its ranks are those of the default process group

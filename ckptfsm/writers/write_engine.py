@@ -28,6 +28,8 @@ Rules:
   that sends no hello in time: the save is forked.
 - Where the host has no memory for an eager copy, the job ``must_wait``: its process reads the trainer's
   memory as for a gated save. In the mode ``auto``, a copy may take a share of the free memory.
+- The trainer's memory is read behind ``save`` only after ``expect_gate``. A ``gated`` save without that
+  promise ``must_wait``.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
   storage is not the library's adapter. So it is without memory for a copy where ``process_vm_readv`` is
   refused.
@@ -106,7 +108,7 @@ class WriteEngine:
         self._process: Spawned | None = None
         self._greeted = False
         self._refused = ""
-        self._gate = settings.mode == "gated"
+        self._gate = False
         self._lent: list[Segment] = []
         self._arena: Arena | None = None  # with no copy that is still read
         self._taking = threading.Lock()  # of the arena: agents end jobs on their threads
@@ -136,8 +138,8 @@ class WriteEngine:
             say(log.warning, "writer_not_started", said, error=describe(error))
 
     def expect_gate(self) -> None:
-        """In the mode ``auto``: the trainer waits before it changes its state, so copy while writing."""
-        self._gate = self._gate or self._settings.mode == "auto"
+        """The trainer waits before it changes its state: read it while writing (``auto``, ``gated``)."""
+        self._gate = self._settings.mode != "eager"
 
     @property
     def may_lend(self) -> bool:
@@ -208,11 +210,13 @@ class WriteEngine:
     def _reading(self, parts: Sequence[FromImages], ranges: Sequence[Range]) -> Reading | None:
         """The way to the memory of a job; None if only a fork is left."""
         lent = ranges_of(parts, lent_only=True)
+        # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
+        # check afterwards finds every change: many are not counted, or end before the first reading.
         eager = bool(lent) and not self._gate
         images = [image for part in parts for turn in part.turns for image in turn]
         needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
-        copied = lent if eager else []
+        copied = lent if eager and self._settings.mode != "gated" else []
         if self._refused:
             if copying_of(parts) is not None:  # a fork waits for an accelerator's copies
                 return None
@@ -221,8 +225,14 @@ class WriteEngine:
             reading = self._from_arena(copied, ranges, buffers)
             if reading is not None or self._refused:
                 return reading
+        if eager and not copied:
+            said = (
+                "save waits until the writer has read the state: attach(optimizer), or expect_gate(), "
+                "promises that the state does not change before before_update() returns"
+            )
+            self._say_once("gate_not_promised", said)
         segments = self._segments_of(ranges)
-        return Reading(buffers, lent=bool(lent), segments=segments, must_wait=bool(copied))
+        return Reading(buffers, lent=bool(lent), segments=segments, must_wait=eager)
 
     def _new_count(self) -> Segment | None:
         """A segment for the count of written bytes. A save goes on without one."""

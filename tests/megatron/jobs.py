@@ -173,6 +173,8 @@ def managed(
         return FaultStorage(storage, before=Faults(faults, here.rank)) if faults else storage
 
     with CheckpointManager(root, open_storage=open_storage, **{**TIMES, **settings}) as manager:
+        if manager.config.engine == "gated":
+            manager.expect_gate()
         yield manager
 
 

@@ -88,6 +88,8 @@ def trainers(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
         monkeypatch.setattr(checkpoint_manager, "DeviceCopies", lambda: copies)
         monkeypatch.setattr(checkpoint_manager, "mailbox_of", lambda transport: None)
         manager = CheckpointManager(tmp_path / f"root{len(made)}", **settings)
+        if manager.config.engine == "gated":
+            manager.expect_gate()
         made.append(Trainer(device, manager))
         return made[-1]
 

@@ -298,7 +298,7 @@ MUTANTS = (
     mutant(
         "a-read-without-a-copy-needs-no-wait",
         "writers.write_engine:WriteEngine._reading",
-        "must_wait=bool(copied)",
+        "must_wait=eager",
         "must_wait=False",
         breaks="I5",
         source="order",

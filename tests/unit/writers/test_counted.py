@@ -63,6 +63,7 @@ def engine():
 
     def make(mode) -> WriteEngine:
         made.append(WriteEngine(WriteEngineSettings(mode=mode)))
+        made[-1].expect_gate()
         return made[-1]
 
     yield make

@@ -99,6 +99,8 @@ def engine():
 
     def make(**settings) -> WriteEngine:
         made.append(WriteEngine(WriteEngineSettings(**settings)))
+        if settings.get("mode") == "gated":
+            made[-1].expect_gate()
         return made[-1]
 
     yield make
@@ -1245,6 +1247,7 @@ from unit.writers.test_write_engine import *
 root = sys.argv[1]
 storage = PosixStorage(root)
 engine = WriteEngine(WriteEngineSettings(mode="gated"))
+engine.expect_gate()
 process = engine(storage, job(State().part()))
 process.await_copy(WAIT_S)
 print(process._process.pid, flush=True)
