@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptfsm.adapters.signals import shield_worker as shield_worker
     from ckptfsm.core.config import CheckpointConfig as CheckpointConfig
     from ckptfsm.core.config import load_config as load_config
     from ckptfsm.core.config import save_again as save_again
@@ -84,6 +85,7 @@ _PLACES = MappingProxyType(
         "FileTree": "ckptfsm.writers.plain_files",
         "OptionalPart": "ckptfsm.core.parts",
         "OffloadHook": "ckptfsm.core.ports",
+        "shield_worker": "ckptfsm.adapters.signals",
         "Controller": "ckptfsm.ranks.controller",
         "GroupPart": "ckptfsm.ranks.tickets",
         "GroupSave": "ckptfsm.ranks.tickets",

@@ -26,6 +26,7 @@ from ckptfsm.core.errors import (
     RecoveryWarning,
     ReshardWarning,
     SaveFailedWarning,
+    UnsavedStepsWarning,
 )
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.manager import Manager
@@ -68,7 +69,13 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fakes": ("fake_ports", "ThreadTransport", "run_ranks"),
     }
 )
-_WARNINGS = (RecoveryWarning, SaveFailedWarning, PollMissingWarning, ReshardWarning)
+_WARNINGS = (
+    RecoveryWarning,
+    SaveFailedWarning,
+    UnsavedStepsWarning,
+    PollMissingWarning,
+    ReshardWarning,
+)
 
 
 def reference_markdown() -> str:

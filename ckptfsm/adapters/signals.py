@@ -35,6 +35,21 @@ Handler = Callable[[int, FrameType | None], Any]
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SIGACTION_BYTES = 1024  # more than any struct sigaction
 _NUMBERS = tuple(int(number) for number in signal.valid_signals())
+_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def shield_worker(worker_id: int = 0) -> None:
+    """Ignore the signals that announce the end of a job, in a data loader's worker.
+
+    Pass it to ``torch.utils.data.DataLoader`` as ``worker_init_fn``, or call it in yours. A notice to
+    all processes of a job (``torchrun``, ``scancel``, a Ctrl-C) then leaves the workers alive until
+    the trainer has made its last save. The signals are SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
+
+    A worker that hangs can then be ended by SIGKILL only: torch itself sends SIGTERM.
+    """
+    del worker_id  # the loader's argument
+    for number in _NOTICES:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class PosixDeferredSignals:

@@ -283,5 +283,9 @@ class UntriedVersionWarning(UserWarning):
     """An installed package is of a release series that this library was never tested with."""
 
 
+class UnsavedStepsWarning(UserWarning):
+    """A run ended in order, and its last steps are in no checkpoint."""
+
+
 class PollMissingWarning(UserWarning):
     """A save is in flight and ``poll`` is not called."""

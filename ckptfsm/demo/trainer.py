@@ -77,7 +77,7 @@ def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> boo
         for step in range(start + 1, options.steps + 1):
             loss = trainer.train_step()
             losses[step] = loss.hex()
-            if checkpoints.should_save(step):
+            if checkpoints.should_save(step, last=step == options.steps):
                 metrics = {"loss": loss}
                 save = checkpoints.save(step, trainer.sharded_state_dict(), metrics=metrics)
             checkpoints.poll()

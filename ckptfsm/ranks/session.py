@@ -36,6 +36,7 @@ from ckptfsm.core.errors import (
     RecoveryWarning,
     SaveFailedWarning,
     SaveRefused,
+    UnsavedStepsWarning,
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
@@ -77,6 +78,7 @@ class Session:
         self._ports = ports
         self._polls = 0
         self._unpolled_since: int | None = None
+        self._reached: int | None = None  # the step that the trainer asked for last
         self._signals: dict[int, Any] = {}
         self._one_call = OneCall(ports.defer_signals)
         self._client = CoordinatorClient(
@@ -248,6 +250,21 @@ class Session:
             self._unwatch_signals()
         if self._participant.owed is not None:
             raise self._participant.owed
+        self._warn_of_unsaved()
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn at rank 0 of steps behind the newest checkpoint, in a run that ends in order."""
+        reached, latest = self._reached, self.latest_step()
+        if self.rank != 0 or reached is None or (latest is not None and reached <= latest):
+            return
+        newest = (
+            "there is no checkpoint"
+            if latest is None
+            else f"the newest checkpoint is that of step {latest} (steps not saved: {reached - latest})"
+        )
+        said = f"the run ended at step {reached}, and {newest}: save the last step, with last=True"
+        say(log.warning, "steps_not_saved", said, reached=reached, latest=latest)
+        warn_caller(UnsavedStepsWarning(said))
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for this rank's writer, then only local
@@ -328,19 +345,22 @@ class Session:
         """The state of ``step`` as this rank knows it, and any block, in words (not collective)."""
         return self._participant.view.explain(whole_step(step))
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: int, *, last: bool = False) -> bool:
         """True if a save is due at ``step`` (not collective: the same on every rank).
 
         The reasons are the interval, the list of steps, or a failed save that is to be retried. The
-        coordinator's timer or a preemption are reasons too, agreed in an earlier ``poll``.
+        coordinator's timer or a preemption are reasons too, agreed in an earlier ``poll``. With
+        ``last``, the same on every rank, a save is due because the training ends at this step.
         """
         self._watch_polls(step)
+        self._reached = step
         latest = self._participant.view.latest
         if latest is not None and step <= latest:
             return False
         interval = self.config.save_interval_steps
         return (
-            self._participant.save_due
+            last
+            or self._participant.save_due
             or step in self.config.save_steps
             or (interval is not None and step > 0 and step % interval == 0)
         )

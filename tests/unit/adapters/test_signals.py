@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
+from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals, shield_worker
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -309,3 +309,34 @@ def test_an_interrupt_inside_the_fork_is_not_swallowed():
     command = [sys.executable, "-c", IN_THE_FORK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("interrupted, written", "", 0)
+
+
+LOADER = """
+import os, signal
+from torch.utils.data import DataLoader
+from ckptfsm import shield_worker
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a manager with preemption_signals does
+signal.signal(signal.SIGUSR1, lambda *_: None)
+batches = iter(DataLoader(range(200), num_workers=2, worker_init_fn=shield_worker))
+next(batches)
+os.killpg(0, signal.SIGTERM)
+os.killpg(0, signal.SIGUSR1)
+print(1 + sum(1 for _ in batches))
+"""
+
+
+def test_the_workers_of_a_data_loader_outlive_a_notice():
+    """Catches: a notice to a process group that kills the workers, so that the last save is not made."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", LOADER]
+    ran = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert (ran.stdout.strip(), ran.returncode) == ("200", 0), ran.stderr
+
+
+def test_a_shielded_worker_ignores_each_notice(heard: list[int]):
+    """Catches: a signal of a scheduler that is left out."""
+    shield_worker(3)
+    notices = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    assert [signal.getsignal(each) for each in notices] == [signal.SIG_IGN] * 4

@@ -63,6 +63,7 @@ from ckptfsm.core.errors import (
     StepExistsError,
     StepNotFoundError,
     StorageError,
+    UnsavedStepsWarning,
     WriterDied,
 )
 from ckptfsm.core.events import Event, ShardReported
@@ -840,6 +841,34 @@ def test_should_save_every_n_seconds_of_the_coordinators_clock(run: Run):
     run.clock.advance(61)
     manager.poll()
     assert manager.should_save(2)
+
+
+def test_the_last_step_is_due_off_the_schedule(run: Run):
+    """Catches: the last steps of a run that ends in order, in no checkpoint; a warning all the same."""
+    manager = run.open(save_interval_steps=2)
+    assert manager.should_save(3, last=True)
+    manager.save(3, weights(3)).wait()
+    assert not manager.should_save(3, last=True), "it is saved"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.close()
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (2, r"at step 5, and the newest checkpoint is that of step 2 \(steps not saved: 3\)"),
+        (None, "at step 5, and there is no checkpoint"),
+    ],
+)
+def test_steps_that_are_in_no_checkpoint_are_told_at_the_end(run: Run, saved, said):
+    """Catches: hours of training that are lost without a word, because nobody saved the last step."""
+    manager = run.open(save_interval_steps=100)
+    if saved is not None:
+        manager.save(saved, weights(saved)).wait()
+    assert not manager.should_save(5)
+    with pytest.warns(UnsavedStepsWarning, match=said):
+        manager.close()
 
 
 def test_request_save_is_agreed_in_a_poll(run: Run):
