@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
 
 import ckptfsm
 from ckptfsm.core import errors
@@ -224,9 +226,26 @@ def _broken(call: str) -> list[str]:
 
 
 def _from_source(name: str, module: str) -> list[str]:
-    """A class that cannot be imported without torch: its docstring and how it is called."""
+    """A class that cannot be imported without torch: its docstring, its calls and those of ``Gate``."""
     found = _definition(name, module)
-    return [*_code(name, _called(found)), ast.get_docstring(found) or "", ""]
+    lines = [*_code(name, _called(found)), ast.get_docstring(found) or "", ""]
+    bases = [ast.unparse(base) for base in getattr(found, "bases", ())]
+    gated = [_definition("Gate", "ckptfsm.megatron.gate")] if "Gate" in bases else []
+    for owner in (found, *gated):
+        lines += _methods(owner, f"### {name}")
+    return lines
+
+
+def _methods(owner: ast.ClassDef | ast.FunctionDef, shown: str) -> list[str]:
+    """The public methods of a class that is read as source text; an abstract one is its heir's."""
+    lines: list[str] = []
+    for method in owner.body if isinstance(owner, ast.ClassDef) else ():
+        if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
+            continue
+        said = ast.get_docstring(method)
+        if said and "abstractmethod" not in map(ast.unparse, method.decorator_list):
+            lines += [f"{shown}.{method.name}", "", *_code(method.name, _called(method)), said, ""]
+    return lines
 
 
 def _module(module: str, names: Sequence[str]) -> list[str]:
@@ -235,12 +254,7 @@ def _module(module: str, names: Sequence[str]) -> list[str]:
     for name in names:
         found = _definition(name, module)
         lines += [f"### {module}.{name}", "", *_code(name, _called(found))]
-        lines += [ast.get_docstring(found) or "", ""]
-        methods = found.body if isinstance(found, ast.ClassDef) else []
-        for method in (n for n in methods if isinstance(n, ast.FunctionDef)):
-            if not method.name.startswith("_") and ast.get_docstring(method):
-                lines += [f"#### {name}.{method.name}", "", *_code(method.name, _called(method))]
-                lines += [ast.get_docstring(method) or "", ""]
+        lines += [ast.get_docstring(found) or "", "", *_methods(found, f"#### {name}")]
     return lines
 
 
@@ -283,12 +297,21 @@ def _config_table(docs: str) -> list[str]:
     return lines
 
 
+_OTHER_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "retention": "a policy or a table",
+        "end_of_allocation": "Unix time, or a function that returns it or none; or none",
+        "on_tracked": "list of `Job`",
+    }
+)
+
+
 def _kind(name: str) -> str:
-    """The values that a field takes, from its annotation."""
-    if name == "retention":
-        return "a policy or a table"
-    fields = CheckpointConfig.model_fields
-    annotation = str(fields[name].annotation)
+    """The values that a field takes, from its annotation and its bounds."""
+    if name in _OTHER_KINDS:
+        return _OTHER_KINDS[name]
+    field = CheckpointConfig.model_fields[name]
+    annotation = str(field.annotation)
     if "tuple" in annotation:
         return "list of names"
     if "frozenset" in annotation:
@@ -296,10 +319,25 @@ def _kind(name: str) -> str:
     if "Literal" in annotation:
         inner = annotation.partition("Literal[")[2].partition("]")[0]
         words = [f"`{w.strip(chr(39))}`" for w in inner.split(", ")]
-        return ", ".join(words + (["whole number from 1"] if "int" in annotation else []))
-    kinds = {"bool": "true or false", "float": "number above 0", "int": "whole number from 1"}
+        number = [f"whole number{_bounds(field)}"] if "int" in annotation else []
+        return ", ".join(words + number)
+    kinds = {"bool": "true or false", "float": "number", "int": "whole number"}
     found = next(text for word, text in kinds.items() if word in annotation)
-    return f"{found}, or none" if fields[name].default is None else found
+    return f"{found}{_bounds(field)}{', or none' if field.default is None else ''}"
+
+
+def _bounds(field: FieldInfo) -> str:
+    """The smallest and the largest value of a number, in words."""
+    inner = [each for part in get_args(field.annotation) for each in get_args(part)[1:]]
+    limits = [limit for each in inner for limit in getattr(each, "metadata", ())] or field.metadata
+    words = {"gt": "above", "ge": "from", "le": "to"}
+    known = [
+        f" {text} {int(getattr(limit, word)):,}"
+        for word, text in words.items()
+        for limit in limits
+        if hasattr(limit, word)
+    ]
+    return "".join(known)
 
 
 def _error_table() -> list[str]:

@@ -144,3 +144,11 @@ def evaluate(root: Path) -> list[tuple[str, str]]:
 
 def keyword_settings(root: str) -> CheckpointManager:
     return ckptfsm.CheckpointManager(root, save_interval_steps=10, on_busy="raise")
+
+
+def misspelt_settings(root: str) -> CheckpointManager:
+    return CheckpointManager(root, save_interval_step=10)  # type: ignore[call-arg]
+
+
+def a_setting_of_another_kind(root: str) -> CheckpointManager:
+    return CheckpointManager(root, on_busy="ignore")  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ import difflib
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -33,6 +33,44 @@ Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 Steps = Annotated[int, Field(ge=1)]
 Verify = Literal["none", "sizes", "digests"]
 _WORDS = ("raise", "warn")
+
+
+class Settings(TypedDict, total=False):
+    """The fields of ``CheckpointConfig`` as keyword arguments, for editors and type checkers."""
+
+    retention: Policy | Mapping[str, Any]
+    save_interval_steps: int | None
+    save_steps: Iterable[int]
+    save_interval_s: float | None
+    preemption_signals: Sequence[str]
+    end_of_allocation: Callable[[], float | None] | float | None
+    sync: bool
+    on_failure: Literal["raise", "warn"] | int | str
+    on_busy: Literal["wait", "skip", "raise"]
+    resume: Resume
+    takeover: bool
+    verify: Verify
+    layout: Literal["megatron", "verl"]
+    writer_files: int
+    engine: Literal["auto", "eager", "gated", "fork"]
+    writer_nice: int
+    read_twice: bool
+    progress: Literal["off", "auto", "log"]
+    common_state: Literal["auto", "file"]
+    reshard_drops: Sequence[str]
+    agree_when_idle: bool
+    exchange_every: int
+    poll_warning_steps: int
+    writer_timeout_s: float
+    busy_timeout_s: float
+    close_timeout_s: float
+    exit_timeout_s: float
+    effect_timeout_s: float
+    exchange_timeout_s: float
+    visibility_timeout_s: float
+    reader_timeout_s: float
+    on_tracked: Sequence[Job]
+    jobs_drain_s: float
 
 
 class CheckpointConfig(BaseModel):

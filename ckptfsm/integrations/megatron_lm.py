@@ -24,7 +24,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.versions import TRIED
-from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
 from ckptfsm.core.layout import MEGATRON
@@ -54,6 +54,9 @@ from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.writers.plain_files import FileTree
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("ckptfsm")
 CONTENT_METADATA = "content_metadata"  # where Megatron's loader looks for it in the common state
@@ -98,7 +101,7 @@ class MegatronLMCheckpoints:
         staging: OffloadHook | None = None,
         hooks: Sequence[Hook] = (),
         config: CheckpointConfig | Mapping[str, Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self.save_dir = str(Path(save_dir).absolute())
         self.staging = staging

@@ -34,7 +34,7 @@ from ckptfsm.adapters.notices import say, warn_at_end
 from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.backoff import pauses
-from ckptfsm.core.config import CheckpointConfig, config_of, require_fork
+from ckptfsm.core.config import CheckpointConfig, Settings, config_of, require_fork
 from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
@@ -60,6 +60,8 @@ from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.writers.rank_writer import missed_deadline
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ckptfsm.megatron.checkpoint_manager import CheckpointManager
 
 log = logging.getLogger("ckptfsm")
@@ -145,7 +147,7 @@ class AsyncCallsQueue:
         manager: CheckpointManager | None = None,
         staging: OffloadHook | None = None,
         config: CheckpointConfig | Mapping[str, Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self.persistent = persistent
         self._one_call = OneCall(PosixDeferredSignals)

@@ -13,11 +13,11 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.versions import judge, missing
-from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.config import CheckpointConfig, Settings
 from ckptfsm.core.errors import ConfigError, describe
 from ckptfsm.core.events import Event, Failed
 from ckptfsm.core.parts import AttemptId
@@ -25,6 +25,9 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 try:
     import ray
@@ -71,7 +74,7 @@ class RayController(Controller):
         poll: str = "poll",
         answer_timeout_s: float = 60.0,
         hooks: Sequence[Hook] = (),
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self._actors = {name: list(actors) for name, actors in groups.items()}
         self._write, self._poll = write, poll

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
-from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.device_copies import DeviceCopies
@@ -23,6 +23,9 @@ from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CheckpointManager(Manager, Gate):
@@ -50,7 +53,7 @@ class CheckpointManager(Manager, Gate):
         hooks: Sequence[Hook] = (),
         open_storage: Callable[[bool], Storage] | None = None,
         staging: OffloadHook | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ckptfsm.adapters.posix_storage import OpenPosix
-from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of, share_with
 from ckptfsm.megatron.gate import Gate
 from ckptfsm.ranks.group_worker import BaseGroupWorker
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _FINISHERS = ("ckptfsm.megatron.torch_dist",)  # the first rank's writer completes the part
 
@@ -38,7 +41,7 @@ class GroupWorker(BaseGroupWorker, Gate):
         *,
         open_storage: Callable[[bool], Storage] | None = None,
         staging: OffloadHook | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))

@@ -23,13 +23,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.coordinator.coordinator import Coordinator
-from ckptfsm.core.config import CheckpointConfig, Verify, config_of
+from ckptfsm.core.config import CheckpointConfig, Settings, Verify, config_of
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone, WritersLost
 from ckptfsm.core.layout import LAYOUTS
@@ -44,6 +44,9 @@ from ckptfsm.ranks.session import Session, whole_step
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDriver
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
@@ -113,7 +116,7 @@ class Controller(Session):
         *,
         hooks: Sequence[Hook] = (),
         ports: Ports | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self._first_rank = _number(groups)
         self._groups = dict(groups)

@@ -74,7 +74,7 @@ class Session:
         """``writers``: the number of ranks of a checkpoint, if not those of the transport."""
         self.config = config
         self.writers = writers or ports.transport.world_size
-        self.recovery: RecoveryReport | None = None
+        self._recovery: RecoveryReport | None = None
         self._ports = ports
         self._polls = 0
         self._unpolled_since: int | None = None
@@ -137,7 +137,7 @@ class Session:
         failed = self._ports.transport.any_flags([raised is not None])[0]
         if failed:
             raise raised or RankFailed("another rank could not open the root")
-        self.recovery, view = answer.value
+        self._recovery, view = answer.value
         self._participant.begin(view, answer.update)
         mailbox = self._ports.mailbox()
         if mailbox is not None:
@@ -180,8 +180,8 @@ class Session:
 
     def _note_recovery(self) -> None:
         """Collect the warnings about recovery, shown at the first step, before hours of training."""
-        assert self.recovery is not None
-        decisions = self.recovery.decisions
+        assert self._recovery is not None
+        decisions = self._recovery.decisions
         notes = [
             f"{d.subject} is left alone: {d.why}" for d in decisions if d.result is Result.REPORTED
         ]
@@ -190,7 +190,7 @@ class Session:
             for d in decisions
             if d.result is Result.FAILED
         ]
-        for note in (*self.recovery.warnings, *notes):
+        for note in (*self._recovery.warnings, *notes):
             self._participant.notes.append(RecoveryWarning(note))
 
     def _make_coordinator(self, storage: Storage) -> Coordinator:
@@ -316,11 +316,18 @@ class Session:
     # ----------------------------------------------------------------------------------- questions
 
     @property
+    def recovery(self) -> RecoveryReport | None:
+        """What opening the root found and decided. None until the root is open."""
+        return self._recovery
+
+    @property
     def rank(self) -> int:
+        """The rank of this process, from 0."""
         return self._ports.transport.rank
 
     @property
     def world_size(self) -> int:
+        """The number of processes that make these calls together."""
         return self._ports.transport.world_size
 
     @property

@@ -423,6 +423,19 @@ def test_the_summary_of_the_proof_names_every_layer():
     assert len(text.splitlines()) <= 60
 
 
+def test_the_reference_has_each_call_and_the_ranges_of_settings():
+    """Catches: a method of a class beside torch that is left out; a range that no setting has."""
+    text = reference.reference_markdown()
+    for name in ("attach", "expect_gate", "share", "save", "rank", "recovery"):
+        assert f"### CheckpointManager.{name}\n" in text
+    kinds = {name: reference._kind(name) for name in ("jobs_drain_s", "writer_files", "on_tracked")}
+    assert kinds == {
+        "jobs_drain_s": "number from 0 to 1,000,000",
+        "writer_files": "whole number from 1 to 64",
+        "on_tracked": "list of `Job`",
+    }
+
+
 def test_the_reference_needs_no_torch():
     """Catches: a generator that imports what it describes."""
     code = (

@@ -28,11 +28,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.versions import installed, judge, missing
-from ckptfsm.core.config import Verify
+from ckptfsm.core.config import Settings, Verify
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
     ConfigError,
@@ -53,6 +53,9 @@ from ckptfsm.ranks.controller import Controller, controller_config
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.writers.plain_files import FileTree
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
@@ -463,7 +466,7 @@ def install(
     mirror: Mirror | None = None,
     mirror_when: When = "after",
     hooks: Sequence[Hook] = (),
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Trainer:
     """Give a trainer, or a trainer's class, checkpoints that ckptfsm drives.
 

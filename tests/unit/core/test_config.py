@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.core.config import CheckpointConfig, config_of, load_config, make_config, save_again
+from ckptfsm.core.config import (
+    CheckpointConfig,
+    Settings,
+    config_of,
+    load_config,
+    make_config,
+    save_again,
+)
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.retention import (
     AllOf,
@@ -30,6 +37,11 @@ def test_defaults():
     assert (config.on_failure, config.on_busy, config.resume) == ("raise", "wait", "fallback")
     assert (config.verify, config.takeover, config.sync) == ("digests", False, False)
     assert (config.preemption_signals, config.end_of_allocation) == ((), None)
+
+
+def test_an_editor_knows_each_setting():
+    """Catches: a setting that type checkers refuse as a keyword argument, or that is gone."""
+    assert list(Settings.__annotations__) == list(CheckpointConfig.model_fields)
 
 
 def test_kwargs_dict_and_toml_are_the_same(tmp_path: Path):
