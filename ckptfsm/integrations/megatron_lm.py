@@ -512,7 +512,7 @@ class _Patches:
         return self._owner is None or self._owner.is_empty_async_queue()
 
     def init_persistent_async_worker(self, *arguments: Any, **keywords: Any) -> None:
-        """Nothing: every save forks its writer."""
+        """Nothing: the manager starts the writers."""
 
     def reset_persistent_async_worker(self, *arguments: Any, **keywords: Any) -> None:
         if self._owner is not None:

@@ -317,7 +317,7 @@ class Session:
 
     @property
     def recovery(self) -> RecoveryReport | None:
-        """What opening the root found and decided. None until the root is open."""
+        """The findings and decisions of opening the root. None until it is open."""
         return self._recovery
 
     @property

@@ -1,9 +1,9 @@
-"""The judges of a root on disk. They share no code with the library.
+"""The judges of a root on disk. No decision of the library's is used to judge it.
 
 ``check_root`` looks at a root as a stock reader and as a sceptic would. ``Watch`` judges every
 change of a ``SimDisk``, also in the durable view: the states that a power loss right now could
-leave. Only names on disk and the shape of documents come from the specification, and are repeated
-here.
+leave. Names on disk and the shape of documents come from the specification, and are repeated here.
+Imported are the names of a part's planned metadata and the reasons that withdraw a checkpoint.
 """
 
 from __future__ import annotations
