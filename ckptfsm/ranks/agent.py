@@ -87,6 +87,8 @@ class Agent:
             why = describe(error)
             said = f"reports of saves now wait for poll(): {why}"
             say(log.warning, "agent_ended", said, error=why)
+        finally:
+            self._mailbox.close()  # at rank 0, the other ranks then hear that nothing is taken
 
     def _look(self) -> None:
         """Carry the reports that are new."""
