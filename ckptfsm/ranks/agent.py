@@ -99,6 +99,6 @@ class Agent:
             events += self._mailbox.collect()
             if events and not self._over.is_set():
                 self._report(events)
-        elif events:
+        elif events and not self._over.is_set():  # rank 0 may have closed the mailbox by then
             self._mailbox.post(events)
         posted.update(events)
