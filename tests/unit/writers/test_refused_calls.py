@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -11,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import refused_calls
-
-from ckptfsm.adapters import posix_storage
-from ckptfsm.adapters.posix_storage import PosixStorage
 
 
 @pytest.mark.parametrize("code", ["EPERM", "ENOSYS"])
@@ -29,15 +25,3 @@ def test_a_seccomp_profile_fails_no_save(tmp_path, code):
     found = json.loads(ended.stdout)
     assert [said.partition("(")[0] for said in found["reports"]] == ["ShardReported"] * 4
     assert found["events"] == ["nice_refused"] * 2, "once for each engine"
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_full_disk_is_an_error_of_fallocate(tmp_path, monkeypatch, code):
-    """Catches: a disk without room that is noticed when the trainer believes in its save."""
-    monkeypatch.setattr(posix_storage, "_fallocate", lambda fd, size: code)
-    storage = PosixStorage(tmp_path)
-    handle = storage.open_exclusive("file")
-    with pytest.raises(OSError, match=os.strerror(code)):
-        storage.allocate(handle, 4096)
-    storage.close(handle)
-    storage.close_root()
