@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -152,30 +153,29 @@ def test_reports_arrive_once_and_in_order(inbox):
     assert inbox.collect() == []
 
 
-def test_silent_and_endless_senders_hold_up_no_other(inbox, caplog):
+def test_silent_senders_hold_up_no_other(inbox, caplog):
     """Catches: a stranger who connects and says nothing, and keeps reports or descriptors."""
     before = len(os.listdir("/proc/self/fd"))
     half = sealed(inbox.address.secret, 1, REPORTS)[:50]
     links = [stranger(inbox, said) for said in [b"", half] * 100]
-    endless = stranger(inbox)
-    endless.setblocking(False)
     outbox_of(inbox).post(REPORTS)
     assert collected(inbox, 3) == REPORTS
-    opened = len(os.listdir("/proc/self/fd")) - before - len(links)
-    assert opened < 100
-    deadline = time.monotonic() + WAIT_S
-    while "more than" not in caplog.text and time.monotonic() < deadline:
-        try:
-            endless.send(b"x" * 10_000)
-        except BlockingIOError:
-            pass
-        except OSError:  # dropped
-            break
-        inbox.collect()
+    assert len(os.listdir("/proc/self/fd")) - before - len(links) < 100
     assert "many connections say nothing" in caplog.text
-    assert "a message of more than" in caplog.text
-    for link in (*links, endless):
+    for link in links:
         link.close()
+
+
+def test_an_endless_message_takes_no_memory(inbox, caplog):
+    """Catches: a stranger who sends until rank 0 has no memory left."""
+    with stranger(inbox) as link:
+        link.setblocking(False)
+        deadline = time.monotonic() + WAIT_S
+        while "a message of more than" not in caplog.text:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(BlockingIOError):
+                link.send(b"x" * 10_000)
+            inbox.collect()
 
 
 def test_nothing_listens_after_the_end(inbox):
@@ -275,7 +275,7 @@ def test_all_ranks_have_a_mailbox_or_none(monkeypatch, caplog, released, fault, 
     assert found == [None, None, None]
     assert "reports of saves wait for poll()" in caplog.text
     assert said in caplog.text
-    assert len(os.listdir("/proc/self/fd")) == before, "the port is closed"
+    assert len(os.listdir("/proc/self/fd")) <= before, "the port is open"
 
 
 def test_one_rank_needs_no_connection():
