@@ -96,6 +96,7 @@ def main(root: Path, code: int) -> None:
     storage, found = PosixStorage(root), []
     for at, mode in enumerate(("eager", "gated")):
         engine = WriteEngine(WriteEngineSettings(mode=mode))
+        engine.expect_gate()
         found += [str(save(engine, storage, 2 * at + again)) for again in (1, 2)]
         engine.close()
     print(json.dumps({"reports": found, "events": events}))
