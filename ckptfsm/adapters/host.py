@@ -25,11 +25,9 @@ _MEMORY_FILES = (
 def available_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     """The memory that this process can take before the host, or one of its cgroups, is full.
 
-    Page cache counts as free. Raises ``OSError`` if the kernel does not tell.
+    Page cache counts as free, where the kernel tells of it.
     """
-    lines = (proc / "meminfo").read_text().splitlines()
-    [host] = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return max(0, min([host, *_left_in_cgroups(cgroups, proc)]))
+    return max(0, min([_left_on_host(proc), *_left_in_cgroups(cgroups, proc)]))
 
 
 def processors(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
@@ -38,7 +36,11 @@ def processors(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     A container with a quota of 4 processors on a host of 64 is stopped for most of each period if more
     of its threads run.
     """
-    return max(1, min([len(os.sched_getaffinity(0)), *_quotas(cgroups, proc)]))
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except OSError:  # a seccomp profile
+        allowed = os.cpu_count() or 1
+    return max(1, min([allowed, *_quotas(cgroups, proc)]))
 
 
 def ranks_of_this_host() -> int:
@@ -48,6 +50,17 @@ def ranks_of_this_host() -> int:
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(told)) if told.isdecimal() else 1
+
+
+def _left_on_host(proc: Path) -> int:
+    """The bytes left on this host. A container may have no ``/proc``, or a broken one."""
+    for line in _lines(proc / "meminfo"):
+        name, _, value = line.partition(":")
+        number, *_ = (*value.split(), "")
+        if name == "MemAvailable" and number.isdecimal():
+            return int(number) << 10
+    # By a system call: the free pages alone, so rather too few.
+    return max(0, os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
@@ -80,10 +93,10 @@ def _first_line(file: Path) -> str:
 
 
 def _lines(file: Path) -> list[str]:
-    """The lines of a file; none if there is no such file, or if it may not be read."""
+    """The lines of a file; none if there is no such file, or if it cannot be read."""
     try:
         return file.read_text().splitlines()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return []
 
 
@@ -94,7 +107,7 @@ def _cgroups_of(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
     ``cpuacct,cpu`` under another name; a link with the name of the controller leads there.
     """
     for line in _lines(proc / "self/cgroup"):
-        number, controllers, path = line.split(":", 2)
+        number, controllers, path, *_ = (*line.split(":", 2), "", "")
         if number == "0":
             tops = [cgroups]
         elif controller in controllers.split(","):

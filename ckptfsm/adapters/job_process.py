@@ -151,7 +151,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     be_considerate(_LOWEST)
-    Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    with contextlib.suppress(OSError):  # no /proc, or one that is not to be written
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     if call["program"]:
         try:
             os.execvp(call["program"][0], call["program"])

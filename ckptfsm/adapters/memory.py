@@ -13,6 +13,8 @@ import os
 import weakref
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+NO_SUCH_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES})
+"""Errors of a call that an older kernel does not have, or that a seccomp profile refuses."""
 
 
 class IoVec(ctypes.Structure):
@@ -90,14 +92,14 @@ def take_pages(size: int) -> ctypes.Array[ctypes.c_char]:
 def take_now(address: int, size: int) -> None:
     """Take the pages of a shared mapping now. Raises ``OSError``, where a write would end the process.
 
-    Linux before 5.14 takes them when they are written.
+    Linux before 5.14 takes them when they are written, and so does a kernel that refuses the call.
     """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     if _MADVISE(start, address + size - start, MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         if number == errno.EFAULT:  # "bad address" would tell nothing
             number = errno.ENOMEM
-        if number != errno.EINVAL:
+        if number not in NO_SUCH_CALL:
             raise OSError(number, f"{size} bytes of shared memory: {os.strerror(number)}")
 
 

@@ -35,6 +35,7 @@ from typing import TypeVar
 
 import xxhash
 
+from ckptfsm.adapters.memory import NO_SUCH_CALL
 from ckptfsm.core.errors import ConfigError, StorageError, describe
 from ckptfsm.core.ports import FileKind, FileStat
 
@@ -56,7 +57,7 @@ _LIBC.syscall.argtypes = (
 )
 _LIBC.syscall.restype = ctypes.c_long
 _OPENAT2 = 437  # on every architecture
-_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_CANNOT_ALLOCATE = NO_SUCH_CALL | {errno.EOPNOTSUPP}
 
 _NO_NAMES = frozenset({"", ".", ".."})
 _KINDS: Mapping[int, FileKind] = MappingProxyType(

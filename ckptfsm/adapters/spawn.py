@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfsm.adapters.fork import stand
+from ckptfsm.core.errors import describe
 
 _LENGTH = struct.Struct("!Q")
 _FD = struct.Struct("i")
@@ -265,18 +266,25 @@ def _end_with(pidfd: int, last_act: Callable[[], object] | None) -> None:
         os._exit(_ORPHANED)
 
 
-def be_considerate(nice: int) -> None:
+def be_considerate(nice: int) -> str:
     """Leave processor and disk to others: ``nice``, and the last priority of the best-effort class.
+
+    Returns "", or the reason in words why the kernel refuses ``nice``.
 
     Holds for the calling thread, and for the threads that it starts from now on. A kernel that shares
     the processor among sessions gets ``nice`` for the whole session: there, it weighs only within one.
     """
+    refused = ""
     if nice:
-        os.nice(nice)
+        try:
+            os.nice(nice)
+        except OSError as error:  # a seccomp profile: it is a help, and no need
+            refused = describe(error)
         _be_nice_as_session(nice)
         number = _SYS_IOPRIO_SET.get(os.uname().machine)
         if number is not None:  # a container may forbid it: the disk is then shared evenly
             _LIBC.syscall(number, 1, 0, _IOPRIO_BEST_EFFORT | 7)
+    return refused
 
 
 def _be_nice_as_session(nice: int) -> None:

@@ -7,10 +7,14 @@ attempt (epoch, step, attempt), so that a completion counts only for that attemp
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
-from ckptfsm.core.parts import AttemptId, PartSpec, Sent
+from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec, Sent, is_part_name
+
+_REASON = re.compile(r"[a-z_]{1,40}\Z")
+_MOST_BYTES = 1 << 62
 
 # --------------------------------------------------------------------------------------- events
 
@@ -134,6 +138,31 @@ class WriterGone(Event):
 
     name: ClassVar[str] = "writer_gone"
     rank: int
+
+
+Report = WriterForked | ShardReported | Failed | WriterGone
+"""Events that come from another process, and are looked at before they count."""
+
+
+def is_plausible(report: Report) -> bool:
+    """True if a report of another process has types and values that the journal can take."""
+    of = report.of
+    if not isinstance(of, AttemptId) or not _is_number(report.rank):
+        return False
+    if not all(_is_number(number) for number in (of.step, of.epoch, of.attempt)):
+        return False
+    if isinstance(report, Failed):
+        texts = isinstance(report.reason, str) and isinstance(report.detail, str)
+        return texts and bool(_REASON.match(report.reason))
+    if isinstance(report, ShardReported):
+        named = isinstance(report.part, str) and is_part_name(report.part)
+        sized = _is_number(report.shard_bytes, _MOST_BYTES)
+        return named and sized and _is_number(report.world_size)
+    return isinstance(report, WriterGone) or _is_number(report.world_size)
+
+
+def _is_number(value: object, most: int = MAX_STEP) -> bool:
+    return type(value) is int and 0 <= value <= most
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ class PartSpec(Sent):
         return 0 if self.ranks is None else self.ranks[0]
 
 
+def is_part_name(text: str) -> bool:
+    """True if a part may have this name."""
+    return bool(_PART_NAME.match(text))
+
+
 def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
     """Raise ``ConfigError`` unless the declared parts can live together in one checkpoint."""
     if not parts:
@@ -84,7 +89,7 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
     names: set[str] = set()
     owners: dict[str, str] = {}
     for part in parts:
-        if not _PART_NAME.match(part.name):
+        if not is_part_name(part.name):
             raise ConfigError(f"part name {part.name!r} is not a plain name", part=part.name)
         if part.name in names:
             raise ConfigError(f"part {part.name!r} is declared twice", part=part.name)

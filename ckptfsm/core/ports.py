@@ -617,6 +617,10 @@ class Mailbox(Protocol):
         """At rank 0: the reports that have arrived since the last call; never waits for one."""
         ...
 
+    def close(self) -> None:
+        """Take no more reports. Called by the last thread that uses it."""
+        ...
+
 
 def no_mailbox() -> None:
     """Reports wait for the next round."""
@@ -630,6 +634,9 @@ class OneRank:
 
     def collect(self) -> list[Event]:
         return []
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def no_writers() -> None:

@@ -107,7 +107,7 @@ def ports_of(
         images=engine is not None,
         copies=copies,
     )
-    mailbox = partial(mailbox_of, transport)
+    mailbox = partial(mailbox_of, transport, config.exchange_timeout_s)
     ports = system_ports(transport, driver, open_storage, staging, engine, mailbox)
     return replace(ports, close_writers=partial(_close, ports.close_writers, copies))
 

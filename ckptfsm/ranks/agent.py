@@ -87,6 +87,8 @@ class Agent:
             why = describe(error)
             said = f"reports of saves now wait for poll(): {why}"
             say(log.warning, "agent_ended", said, error=why)
+        finally:
+            self._mailbox.close()  # at rank 0, the other ranks then hear that nothing is taken
 
     def _look(self) -> None:
         """Carry the reports that are new."""
@@ -97,6 +99,6 @@ class Agent:
             events += self._mailbox.collect()
             if events and not self._over.is_set():
                 self._report(events)
-        elif events:
+        elif events and not self._over.is_set():  # rank 0 may have closed the mailbox by then
             self._mailbox.post(events)
         posted.update(events)

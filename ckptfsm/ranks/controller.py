@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,16 @@ from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import CheckpointConfig, Settings, Verify, config_of
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
-from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone, WritersLost
+from ckptfsm.core.events import (
+    Event,
+    Failed,
+    Report,
+    ShardReported,
+    WriterForked,
+    WriterGone,
+    WritersLost,
+    is_plausible,
+)
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
@@ -51,7 +59,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
 _REMEMBERED = 8  # attempts given up before their workers confirmed
-_REASON = re.compile(r"[a-z_]{1,40}\Z")
 
 
 AskWorkers = Callable[[tuple[AttemptId, ...]], Iterable[Event]]
@@ -69,20 +76,6 @@ class _Flight:
     written: set[int] = field(default_factory=set)
     taken: set[Event] = field(default_factory=set)
     failed: bool = False
-
-
-def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> bool:
-    """True if a worker's report has values that the journal can take."""
-    if type(event.rank) is not int:
-        return False
-    if isinstance(event, Failed):
-        texts = isinstance(event.reason, str) and isinstance(event.detail, str)
-        return texts and bool(_REASON.match(event.reason))
-    if isinstance(event, ShardReported):
-        size = event.shard_bytes
-        told = isinstance(event.part, str) and type(event.world_size) is int
-        return told and type(size) is int and 0 <= size <= 1 << 62
-    return isinstance(event, WriterGone) or type(event.world_size) is int
 
 
 def controller_config(
@@ -277,11 +270,14 @@ class Controller(Session):
         object that is no report.
         """
         for event in reports:
-            if not isinstance(event, (WriterForked, ShardReported, Failed, WriterGone)):
+            if not isinstance(event, Report):
                 raise ConfigError(f"{type(event).__name__} is not a worker's report")
             self._take(event)
 
-    def _take(self, event: WriterForked | ShardReported | Failed | WriterGone) -> None:
+    def _take(self, event: Report) -> None:
+        if not is_plausible(event):
+            self._drop(event)
+            return
         flight = self._flights.get(event.of)
         if isinstance(event, WriterGone) and event.of in self._unconfirmed:
             self._confirm(event)
@@ -290,9 +286,8 @@ class Controller(Session):
             said = f"step {event.of.step}: a late report is dropped: {event.name}"
             say(log.debug, "late_report_dropped", said, report=event.name, of=str(event.of))
             return
-        if not is_plausible(event) or event.rank not in flight.ranks:
-            said = f"step {event.of.step}: an implausible report is dropped: {event.name}"
-            say(log.warning, "report_dropped", said, report=event.name, of=str(event.of))
+        if event.rank not in flight.ranks:
+            self._drop(event)
             return
         if event in flight.taken:
             return
@@ -306,6 +301,10 @@ class Controller(Session):
             self._reports.outbox.append(event)
         if not isinstance(event, WriterGone):  # may come before its failure
             flight.taken.add(event)
+
+    def _drop(self, event: Report) -> None:
+        said = f"an implausible report is dropped: {event.name} of {shorten(str(event.of))}"
+        say(log.warning, "report_dropped", said, report=event.name, of=str(event.of))
 
     def _confirm(self, event: WriterGone) -> None:
         """Note that an unawaited writer is gone; once all are, the attempt is no longer doomed."""

@@ -403,8 +403,11 @@ class WriteEngine:
             counted=reading.count is not None,
         )
 
-    def take_back(self, process: Spawned) -> None:
-        """Use a process again: its job is done."""
+    def take_back(self, process: Spawned, inconsiderate: str) -> None:
+        """Use a process again: its job is done. See ``write_process.Done``."""
+        if inconsiderate:
+            said = f"writer_nice={self._settings.nice} has no effect: {inconsiderate}"
+            self._say_once("nice_refused", said, error=inconsiderate)
         if self._process is None:
             self._process, self._greeted = process, True
         else:

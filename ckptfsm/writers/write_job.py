@@ -60,7 +60,7 @@ class Reading:
 class Engine(Protocol):
     """The engine as a job sees it: it takes the process and the arena back."""
 
-    def take_back(self, process: Spawned) -> None: ...
+    def take_back(self, process: Spawned, inconsiderate: str) -> None: ...
 
     def take_back_arena(self, arena: Arena) -> None: ...
 
@@ -186,7 +186,7 @@ class WriteJob:
                 self._taken, self._kept = True, ()
             elif isinstance(message, Done):
                 self._end(Outcome(0, message.payload, complete=True))
-                self._engine.take_back(self._process)
+                self._engine.take_back(self._process, message.inconsiderate)
             elif isinstance(message, Ended):
                 self._failure = Outcome(1, error=message.error)
         if self._outcome is None and exitcode is not None and not self._restarted(exitcode):

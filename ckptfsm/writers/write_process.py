@@ -11,7 +11,6 @@ trainer starts another one. A job is done when all its threads are.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 
-from ckptfsm.adapters.memory import MADV_POPULATE_WRITE, MemoryOf
+from ckptfsm.adapters.memory import MADV_POPULATE_WRITE, NO_SUCH_CALL, MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.shared_count import SharedCount
@@ -89,9 +88,13 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The job is durable: (part, bytes, payload) for each part."""
+    """The job is durable: (part, bytes, payload) for each part.
+
+    ``inconsiderate``: "", or the reason why the process takes its full share of the processor.
+    """
 
     payload: list[tuple[str, int, object]]
+    inconsiderate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class Server:
         self._storages: dict[str, PosixStorage] = {}
         self._confirmed = threading.Event()
         self._mapping: mmap.mmap | None = None
+        self._inconsiderate = ""
 
     def serve(self) -> None:
         channel = self._trainer.channel
@@ -168,7 +172,7 @@ class Server:
             told = ChildError(describe(error), words, getattr(error, "kind", ""))
             self._trainer.channel.send(Ended(told))
             os._exit(1)
-        self._trainer.channel.send(Done(payload))
+        self._trainer.channel.send(Done(payload, self._inconsiderate))
 
     def _write(
         self,
@@ -188,7 +192,7 @@ class Server:
         bound = tuple(
             part.bound(source) if isinstance(part, FromImages) else part for part in order.job.parts
         )
-        be_considerate(order.nice)
+        self._inconsiderate = be_considerate(order.nice)
         source.start()
         await_word = partial(_await_word, source, confirmed)
         storage = self._storages[order.root]
@@ -239,7 +243,7 @@ def populate(mapping: mmap.mmap) -> None:
     try:
         mapping.madvise(MADV_POPULATE_WRITE)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # Linux before 5.14
+        if error.errno not in NO_SUCH_CALL:  # Linux before 5.14, or a seccomp profile
             raise
         for start in range(0, len(mapping), mmap.PAGESIZE):
             mapping[start] = 0

@@ -86,7 +86,7 @@ def trainers(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     def make(device, free_bytes: int = 1 << 40, **settings) -> Trainer:
         copies = DeviceCopies(device.find, lambda: free_bytes)
         monkeypatch.setattr(checkpoint_manager, "DeviceCopies", lambda: copies)
-        monkeypatch.setattr(checkpoint_manager, "mailbox_of", lambda transport: None)
+        monkeypatch.setattr(checkpoint_manager, "mailbox_of", lambda *_: None)
         manager = CheckpointManager(tmp_path / f"root{len(made)}", **settings)
         if manager.config.engine == "gated":
             manager.expect_gate()

@@ -35,6 +35,30 @@ def test_without_cgroups_the_host_decides(tmp_path, proc):
     assert available_bytes(tmp_path / "none", proc) == 8 * GIB
 
 
+@pytest.mark.parametrize(
+    "meminfo", [None, b"", b"MemTotal: 9 kB\n", b"MemAvailable: much\n", b"MemAvailable:", b"\xff"]
+)
+def test_without_meminfo_the_free_pages_count(tmp_path, proc, monkeypatch, meminfo):
+    """Catches: a save that fails because a limit cannot be read; memory without a limit."""
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 5, "SC_PAGE_SIZE": 4096}.__getitem__)
+    (proc / "meminfo").unlink()
+    if meminfo is not None:
+        (proc / "meminfo").write_bytes(meminfo)
+    assert available_bytes(tmp_path / "none", proc) == 5 * 4096
+    (proc / "self/cgroup").write_text("\nnot a line\n0::\n")
+    assert available_bytes(tmp_path / "none", proc) == 5 * 4096
+
+
+def test_processors_need_no_affinity(tmp_path, proc, monkeypatch):
+    """Catches: a save that fails under a seccomp profile."""
+
+    def refuse(pid: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getaffinity", refuse)
+    assert processors(tmp_path / "none", proc) == (os.cpu_count() or 1)
+
+
 def test_the_least_of_all_limits_counts(tmp_path, proc):
     """Catches: a container that is ended because its host has memory; a cgroup above that is full;
     page cache that counts as used."""

@@ -863,7 +863,7 @@ def test_F5_no_space_to_reserve_is_an_error(
     posix.close(handle)
 
 
-@pytest.mark.parametrize("name", ["EOPNOTSUPP", "EINVAL", "ENOSYS"])
+@pytest.mark.parametrize("name", ["EOPNOTSUPP", "EINVAL", "ENOSYS", "EPERM", "EACCES"])
 def test_where_nothing_can_be_reserved_nothing_is_written(
     posix: PosixStorage, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -30,6 +30,7 @@ class Shared:
         self.broken = broken
         self.letters: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.posted: list[Event] = []
+        self.closed = threading.Event()
 
     def post(self, events: Sequence[Event]) -> None:
         if self.broken:
@@ -43,6 +44,9 @@ class Shared:
         while not self.letters.empty():
             found.append(self.letters.get())
         return found
+
+    def close(self) -> None:
+        self.closed.set()
 
 
 def manager_of(
@@ -125,6 +129,7 @@ def test_without_its_mailbox_a_rank_reports_in_rounds(tmp_path, caplog):
 
     assert run_ranks(2, run) == [[1], [1]]
     assert caplog.text.count("reports of saves now wait for poll(): OSError: no connection") == 1
+    assert box.closed.wait(WAIT_S)
 
 
 def test_a_failure_is_raised_by_poll(tmp_path):
@@ -149,13 +154,15 @@ def test_a_trainer_without_polls_is_told_that_failures_are_not_seen(tmp_path):
 
 
 def test_the_thread_ends_with_its_manager(tmp_path):
-    """Catches: a thread for each manager that ever was."""
+    """Catches: a thread, or an open port, for each manager that ever was."""
     before = threading.active_count()
     for _ in range(3):
-        manager = manager_of(tmp_path, OneRank())
+        box = Shared()
+        manager = manager_of(tmp_path, box)
         agent = manager._participant.reports.agent
         assert agent.alive
         manager.close()
         agent._thread.join(WAIT_S)
         assert not agent.alive
+        assert box.closed.is_set()
     assert threading.active_count() <= before + 1
