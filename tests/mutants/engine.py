@@ -448,7 +448,7 @@ MUTANTS = (
     mutant(
         "an-eager-state-is-read-after-the-launch",
         "writers.write_engine:WriteEngine._reading",
-        "copied = lent if eager else []",
+        'copied = lent if eager and self._settings.mode != "gated" else []',
         "copied = []",
         breaks="I5",
         source="order",
