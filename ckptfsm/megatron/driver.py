@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
-from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
+from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.megatron.blobs import Templates
@@ -33,6 +33,7 @@ from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
+from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
 from ckptfsm.megatron.torch_dist import (
@@ -42,7 +43,12 @@ from ckptfsm.megatron.torch_dist import (
     keeps_common_in_shard,
     stage_part,
 )
-from ckptfsm.writers.plain_files import bytes_of, file_spec, provenance, stage_file
+from ckptfsm.writers.plain_files import (
+    bytes_of,
+    file_spec,
+    provenance,
+    stage_file,
+)
 
 _ROOT_PART = "state"
 
@@ -166,7 +172,7 @@ class MegatronDriver:
         values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
             drafts = tuple(
-                self._planner.draft(spec, values[spec.name])
+                self._planner.draft(spec, with_objects(spec.name, values[spec.name]))
                 for spec in specs
                 if spec.kind == "torch_dist"
             )
@@ -233,7 +239,7 @@ class MegatronDriver:
                 continue
             refuse_newer(name, directories[name])
             with process_group():
-                prepared, _, _ = load_preprocess(state)
+                prepared, _, _ = load_preprocess(with_objects(name, state))
                 sharded, _ = extract_sharded_base(prepared)
                 shardings[name] = [value.without_data() for value in nested_values(sharded)]
                 if shardings[name]:
@@ -255,7 +261,8 @@ class MegatronDriver:
         files: Sequence[FileEntry],
     ) -> FastLoad | None:
         with process_group():
-            return plan_fast_load(storage, location, parts, files)
+            placed = {n: (where, with_objects(n, state)) for n, (where, state) in parts.items()}
+            return plan_fast_load(storage, location, placed, files)
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
@@ -306,11 +313,11 @@ def _spec_of(name: str, value: Any, count: int) -> PartSpec:
     directory = "" if count == 1 or name == _ROOT_PART else name
     if isinstance(value, ForeignRequest):
         return PartSpec(name, "foreign", value.directory or directory)
-    if isinstance(value, dict):
+    if isinstance(value, (dict, PerRank)):
         return PartSpec(name, "torch_dist", directory)
     raise ConfigError(
-        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, a FileTree or a "
-        "ForeignRequest",
+        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, a FileTree, a "
+        "PerRank or a ForeignRequest",
         part=name,
     )
 
