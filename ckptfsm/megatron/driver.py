@@ -33,6 +33,7 @@ from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
+from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
@@ -97,7 +98,8 @@ class MegatronDraft:
                 else:
                     jobs.append(stage_images(share, templates, self.held))
             elif spec.kind in ("file", "tree"):
-                jobs.append(stage_file(spec, value, location))
+                with no_collective(spec, self.rank):
+                    jobs.append(stage_file(spec, value, location, self.rank))
             elif spec.kind == "foreign":
                 part = stage_foreign(spec, value, self.rank, location, self.foreign)
                 self.foreign.append(part)

@@ -144,7 +144,7 @@ class FakeDraft:
             if isinstance(value, FakeRequest):
                 jobs.append(FakeForeignPart(spec.name, spec.directory, rank, value))
             elif spec.kind in ("file", "tree"):
-                jobs.append(stage_file(spec, value, location))
+                jobs.append(stage_file(spec, value, location, rank))
             else:
                 before, first = self.driver.before_write, spec.first_rank
                 jobs.append(FakeShard(spec.name, spec.directory, rank, value, before, first))

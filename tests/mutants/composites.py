@@ -191,4 +191,14 @@ MUTANTS = (
         source="review",
         killers=("tests:test_controller.py::test_shares_whose_names_are_alike_are_all_there",),
     ),
+    mutant(
+        "a-rank-lists-the-files-of-others",
+        "writers.plain_files:_stage_share",
+        "return TreePart(spec.name, spec.directory, names=names, emptied=join(PRIVATE, apart))",
+        "return TreePart(spec.name, spec.directory, emptied=join(PRIVATE, apart))",
+        breaks="I3",
+        source="review",
+        killers=("tests:test_composite.py::test_I3_every_rank_writes_files_of_a_tree",),
+        why="a receipt vouches for a file that another host is still writing",
+    ),
 )
