@@ -35,6 +35,7 @@ from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
 from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
+from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
 from ckptfsm.megatron.torch_dist import (
@@ -46,6 +47,7 @@ from ckptfsm.megatron.torch_dist import (
 )
 from ckptfsm.writers.plain_files import (
     bytes_of,
+    digests_of_bytes,
     file_spec,
     provenance,
     stage_file,
@@ -70,6 +72,7 @@ class MegatronDraft:
     in_place: bool
     summary: Summary
     expected_bytes: int
+    digests: Mapping[str, Mapping[str, int]]
     rank: int
     planned_parts: tuple[PartDraft, ...]
     values: Mapping[str, Any]
@@ -136,6 +139,7 @@ class MegatronDraft:
 class MegatronDriver:
     """See ``ports.Driver``. ``files`` is the number of files (and workers) of a rank per part.
 
+    ``ranks``: the number of ranks that save together.
     ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
     from 0.19 on. ``images``: stage for a writer that reads the trainer's memory, not for a fork.
     ``copies`` are those of an accelerator's state, made for such a writer.
@@ -148,11 +152,12 @@ class MegatronDriver:
         rank: int,
         files: int,
         *,
+        ranks: int = 1,
         common_in_shard: bool = False,
         images: bool = False,
         copies: DeviceCopies | None = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self._ranks = rank, ranks
         self._planner = Plans(files)
         self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
         self._common_in_shard = common_in_shard
@@ -186,6 +191,7 @@ class MegatronDriver:
             any(isinstance(v, ForeignRequest) and v.request is not None for v in values.values()),
             Summary(digest, None if known else plans),
             sum(d.expected_bytes for d in drafts) + bytes_of(values),
+            self._digests(drafts, values),
             self._rank,
             drafts,
             values,
@@ -207,6 +213,15 @@ class MegatronDriver:
             digest = xxhash.xxh3_128_hexdigest(plans)
             self._summarized = (found, plans, digest)
         return plans, digest
+
+    def _digests(
+        self, drafts: Sequence[PartDraft], values: Mapping[str, Any]
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Digests of the values that the other ranks have to give too, if there are others."""
+        if self._ranks == 1:
+            return {}
+        plain = {draft.spec.name: digests_of(draft.common) for draft in drafts}
+        return plain | digests_of_bytes(values)
 
     def accept(self) -> None:
         self._plans = dict(self._candidates)

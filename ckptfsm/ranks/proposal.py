@@ -27,7 +27,8 @@ STATE = "state"  # the name of the part for a state without names
 class Proposal(Sent):
     """The proposal of one rank, as it is sent to rank 0.
 
-    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others.
+    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others. ``digests``
+    has a number for each of ``specs``: the values in it of which one rank's are kept for all.
     ``trees`` names each ``FileTree`` with its ``every_rank``.
     """
 
@@ -41,6 +42,7 @@ class Proposal(Sent):
     metrics: tuple[tuple[str, float], ...] = ()
     error: str = ""
     trees: tuple[tuple[str, bool | None], ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:

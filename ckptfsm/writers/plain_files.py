@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import xxhash
 
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
@@ -36,7 +38,8 @@ class FileTree:
     - True: each, which gets an empty directory. Its files are moved to the part's directory when
       ``make`` returns. If two ranks wrote one name, the save fails. Collectives are allowed, if every
       rank of the job gives the part.
-    - None: as False.
+    - None: as False, but if several ranks give the part, a ``RanksDisagreeWarning`` says that the
+      files of the others are not kept (see the setting ``ranks_disagree``).
     """
 
     make: Callable[[str], None]
@@ -220,6 +223,7 @@ class FilesDraft:
     expected_bytes: int
     in_place: bool = False
     summary: Any = None
+    digests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of a lone process
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
@@ -299,6 +303,15 @@ def load_file(name: str, value: Any, directory: str) -> Any:
 def bytes_of(values: Mapping[str, Any]) -> int:
     """The size of the plain files among parts, in bytes."""
     return sum(len(v) for v in values.values() if isinstance(v, (bytes, bytearray)))
+
+
+def digests_of_bytes(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """The digests of the parts of bytes, see ``ports.Draft``."""
+    return {
+        name: {"": xxhash.xxh3_64_intdigest(value)}
+        for name, value in values.items()
+        if isinstance(value, (bytes, bytearray))
+    }
 
 
 def provenance(*names: str) -> dict[str, str]:

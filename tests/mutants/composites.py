@@ -192,6 +192,16 @@ MUTANTS = (
         killers=("tests:test_controller.py::test_shares_whose_names_are_alike_are_all_there",),
     ),
     mutant(
+        "the-values-of-one-rank-are-everybodys",
+        "ranks.comparing:Comparison._asked",
+        "if others:",
+        "if False:",
+        breaks="F31",
+        source="review",
+        killers=("tests:test_comparing.py",),
+        why="a position that differs by rank is kept for all ranks, without a word",
+    ),
+    mutant(
         "a-rank-lists-the-files-of-others",
         "writers.plain_files:_stage_share",
         "return TreePart(spec.name, spec.directory, names=names, emptied=join(PRIVATE, apart))",
