@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptfsm.core.jobs import Job as Job
     from ckptfsm.core.lifecycle import State as State
     from ckptfsm.core.parts import OptionalPart as OptionalPart
+    from ckptfsm.core.parts import PerRank as PerRank
     from ckptfsm.core.ports import OffloadHook as OffloadHook
     from ckptfsm.core.progress import Progress as Progress
     from ckptfsm.core.requests import RecoveryReport as RecoveryReport
@@ -84,6 +85,7 @@ _PLACES = MappingProxyType(
         "ForeignRequest": "ckptfsm.megatron.foreign",
         "FileTree": "ckptfsm.writers.plain_files",
         "OptionalPart": "ckptfsm.core.parts",
+        "PerRank": "ckptfsm.core.parts",
         "OffloadHook": "ckptfsm.core.ports",
         "shield_worker": "ckptfsm.adapters.signals",
         "Controller": "ckptfsm.ranks.controller",

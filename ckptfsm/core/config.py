@@ -47,6 +47,7 @@ class Settings(TypedDict, total=False):
     sync: bool
     on_failure: Literal["raise", "warn"] | int | str
     on_busy: Literal["wait", "skip", "raise"]
+    ranks_disagree: Literal["warn", "refuse"]
     resume: Resume
     takeover: bool
     verify: Verify
@@ -85,6 +86,7 @@ class CheckpointConfig(BaseModel):
     - ``retention``: the checkpoints to keep.
     - ``on_failure``: after a failed save, ``raise``, ``warn`` or ``save_again(n)``.
     - ``on_busy``: while another save is in flight, ``wait``, ``skip`` or ``raise``.
+    - ``ranks_disagree``: ``warn`` of values that differ by rank, or ``refuse`` the save.
     - ``resume``: ``fallback`` to an older checkpoint if the latest is damaged, ``strict`` (raise
       then), or ``fresh``.
     - ``verify``: how deep ``restore`` verifies.
@@ -131,6 +133,12 @@ class CheckpointConfig(BaseModel):
     )
     on_busy: Literal["wait", "skip", "raise"] = Field(
         default="wait", description="reaction of `save` to another save that is in flight"
+    )
+    ranks_disagree: Literal["warn", "refuse"] = Field(
+        default="warn",
+        description="reaction of `save` to plain values, bytes or file trees that differ by rank, of "
+        "which one rank's is kept for all: a warning for each key, or a refused save, see "
+        "[values of each rank](howto-plain-torch.md#values-of-each-rank)",
     )
     resume: Resume = Field(
         default="fallback", description="reaction of a start to a damaged or missing checkpoint"

@@ -275,6 +275,10 @@ class ReshardWarning(UserWarning):
     """A part of a checkpoint cannot be loaded under another sharding and was left out."""
 
 
+class RanksDisagreeWarning(UserWarning):
+    """Ranks give different values for what a checkpoint keeps once: the first rank's is kept."""
+
+
 class RecoveryWarning(UserWarning):
     """Opening the root, or restoring from it, found a problem that a person should know."""
 

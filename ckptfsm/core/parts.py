@@ -155,6 +155,25 @@ class OptionalPart:
     content: Any
 
 
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A value of which a checkpoint keeps one for each rank: the position of a loader, a generator.
+
+    Anywhere in the dicts of a state, or as a part. ``restore`` takes a ``PerRank`` of
+    anything in its place, and returns each rank's value there. A job with another number of ranks
+    raises ``RestoreFailed``, because nobody can divide such values anew. If the setting
+    ``reshard_drops`` has the key, the value is left out with a ``ReshardWarning``. The key is the
+    names on the way to the value, with dots between them, or the part's name.
+
+    ``value`` is anything that can be pickled. Every rank of the job has to give one.
+    """
+
+    value: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError("a PerRank has its place in the dicts of a state, or is a part")
+
+
 def content_of(value: Any) -> Any:
     """The content of a part's value, required or optional."""
     return value.content if isinstance(value, OptionalPart) else value

@@ -420,12 +420,17 @@ Launch = Callable[[Storage, RankJob], WriterProcess]
 
 
 class Draft(Protocol):
-    """A save as one rank prepared it, before anything was accepted or copied."""
+    """A save as one rank prepared it, before anything was accepted or copied.
+
+    ``digests`` has the values of which a checkpoint keeps one for all ranks, by part and key. A part
+    without keys has "".
+    """
 
     specs: tuple[PartSpec, ...]
     in_place: bool
     summary: Any
     expected_bytes: int
+    digests: Mapping[str, Mapping[str, int]]
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]

@@ -123,6 +123,15 @@ def remove_staged(storage: Storage, path: str) -> None:
         storage.unlink(path)
 
 
+def remove_empty(storage: Storage, path: str) -> None:
+    """Remove a directory with nothing but directories in it, if it exists; ``OSError`` otherwise."""
+    if lookup(storage, path) is None:
+        return
+    for name in storage.listdir(path):
+        remove_empty(storage, f"{path}/{name}")
+    storage.rmdir(path)
+
+
 def remove_marker(storage: Storage, path: str) -> bool:
     """Delete a pin, a lease, a request, an old epoch or segment durably. False if there is none."""
     if lookup(storage, path) is None:

@@ -103,6 +103,7 @@ def ports_of(
     driver = MegatronDriver(
         transport.rank,
         config.writer_files,
+        ranks=transport.world_size,
         common_in_shard=in_shard,
         images=engine is not None,
         copies=copies,

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
-from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
+from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.megatron.blobs import Templates
@@ -33,6 +33,9 @@ from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
+from ckptfsm.megatron.lone_make import no_collective
+from ckptfsm.megatron.per_rank import with_objects
+from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
 from ckptfsm.megatron.torch_dist import (
@@ -42,7 +45,13 @@ from ckptfsm.megatron.torch_dist import (
     keeps_common_in_shard,
     stage_part,
 )
-from ckptfsm.writers.plain_files import bytes_of, file_spec, provenance, stage_file
+from ckptfsm.writers.plain_files import (
+    bytes_of,
+    digests_of_bytes,
+    file_spec,
+    provenance,
+    stage_file,
+)
 
 _ROOT_PART = "state"
 
@@ -63,6 +72,7 @@ class MegatronDraft:
     in_place: bool
     summary: Summary
     expected_bytes: int
+    digests: Mapping[str, Mapping[str, int]]
     rank: int
     planned_parts: tuple[PartDraft, ...]
     values: Mapping[str, Any]
@@ -91,7 +101,8 @@ class MegatronDraft:
                 else:
                     jobs.append(stage_images(share, templates, self.held))
             elif spec.kind in ("file", "tree"):
-                jobs.append(stage_file(spec, value, location))
+                with no_collective(spec, self.rank):
+                    jobs.append(stage_file(spec, value, location, self.rank))
             elif spec.kind == "foreign":
                 part = stage_foreign(spec, value, self.rank, location, self.foreign)
                 self.foreign.append(part)
@@ -128,6 +139,7 @@ class MegatronDraft:
 class MegatronDriver:
     """See ``ports.Driver``. ``files`` is the number of files (and workers) of a rank per part.
 
+    ``ranks``: the number of ranks that save together.
     ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
     from 0.19 on. ``images``: stage for a writer that reads the trainer's memory, not for a fork.
     ``copies`` are those of an accelerator's state, made for such a writer.
@@ -140,11 +152,12 @@ class MegatronDriver:
         rank: int,
         files: int,
         *,
+        ranks: int = 1,
         common_in_shard: bool = False,
         images: bool = False,
         copies: DeviceCopies | None = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self._ranks = rank, ranks
         self._planner = Plans(files)
         self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
         self._common_in_shard = common_in_shard
@@ -166,7 +179,7 @@ class MegatronDriver:
         values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
             drafts = tuple(
-                self._planner.draft(spec, values[spec.name])
+                self._planner.draft(spec, with_objects(spec.name, values[spec.name]))
                 for spec in specs
                 if spec.kind == "torch_dist"
             )
@@ -178,6 +191,7 @@ class MegatronDriver:
             any(isinstance(v, ForeignRequest) and v.request is not None for v in values.values()),
             Summary(digest, None if known else plans),
             sum(d.expected_bytes for d in drafts) + bytes_of(values),
+            self._digests(drafts, values),
             self._rank,
             drafts,
             values,
@@ -199,6 +213,15 @@ class MegatronDriver:
             digest = xxhash.xxh3_128_hexdigest(plans)
             self._summarized = (found, plans, digest)
         return plans, digest
+
+    def _digests(
+        self, drafts: Sequence[PartDraft], values: Mapping[str, Any]
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Digests of the values that the other ranks have to give too, if there are others."""
+        if self._ranks == 1:
+            return {}
+        plain = {draft.spec.name: digests_of(draft.common) for draft in drafts}
+        return plain | digests_of_bytes(values)
 
     def accept(self) -> None:
         self._plans = dict(self._candidates)
@@ -233,7 +256,7 @@ class MegatronDriver:
                 continue
             refuse_newer(name, directories[name])
             with process_group():
-                prepared, _, _ = load_preprocess(state)
+                prepared, _, _ = load_preprocess(with_objects(name, state))
                 sharded, _ = extract_sharded_base(prepared)
                 shardings[name] = [value.without_data() for value in nested_values(sharded)]
                 if shardings[name]:
@@ -255,7 +278,8 @@ class MegatronDriver:
         files: Sequence[FileEntry],
     ) -> FastLoad | None:
         with process_group():
-            return plan_fast_load(storage, location, parts, files)
+            placed = {n: (where, with_objects(n, state)) for n, (where, state) in parts.items()}
+            return plan_fast_load(storage, location, placed, files)
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
@@ -306,11 +330,11 @@ def _spec_of(name: str, value: Any, count: int) -> PartSpec:
     directory = "" if count == 1 or name == _ROOT_PART else name
     if isinstance(value, ForeignRequest):
         return PartSpec(name, "foreign", value.directory or directory)
-    if isinstance(value, dict):
+    if isinstance(value, (dict, PerRank)):
         return PartSpec(name, "torch_dist", directory)
     raise ConfigError(
-        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, a FileTree or a "
-        "ForeignRequest",
+        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, a FileTree, a "
+        "PerRank or a ForeignRequest",
         part=name,
     )
 

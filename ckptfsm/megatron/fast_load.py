@@ -36,10 +36,12 @@ from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import join
+from ckptfsm.core.parts import PerRank
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.megatron.blobs import make_template
 from ckptfsm.megatron.compat import cpu_devices, process_group
+from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.torch_dist import read_planned
 from ckptfsm.writers.plain_files import file_spec, load_file
 
@@ -343,6 +345,9 @@ def _load_part(
     """Load a part. Overlaps were ruled out before, see ``ports.Driver.check``."""
     if file_spec(name, state) is not None:
         return load_file(name, state, directory)
+    if isinstance(state, PerRank):
+        return _load_part(name, with_objects(name, state), directory, drop, full).get(name)
+    state = with_objects(name, state)
     strategy = Remaining(get_default_load_sharded_strategy(directory), full) if full else None
     return dist_checkpointing.load(
         _without(state, drop),

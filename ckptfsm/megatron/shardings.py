@@ -121,7 +121,10 @@ def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
         near = difflib.get_close_matches(shard.key, known, n=1)
         hint = f"; nearest: {near[0]!r}" if near else ""
         return f"the checkpoint has no key {shard.key!r}{hint}"
-    return f"key {shard.key!r}: wanted {_form(shard)}, the checkpoint has {_form(found)}"
+    said = f"key {shard.key!r}: wanted {_form(shard)}, the checkpoint has {_form(found)}"
+    if isinstance(shard, ShardedObject):
+        said += "; a key in reshard_drops is left out under another number of ranks"
+    return said
 
 
 def _form(shard: Any) -> str:

@@ -34,6 +34,7 @@ from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
+from ckptfsm.ranks.comparing import Comparison, Difference
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
@@ -68,6 +69,8 @@ class BaseGroupWorker:
         self._ports = ports
         self._one_call = OneCall(ports.defer_signals)
         self._config = config or CheckpointConfig()
+        refuses = self._config.ranks_disagree == "refuse"
+        self._comparison = Comparison(ports.transport, forget=refuses)
         self._writer: RankWriter | None = None
         self._newest: AttemptId | None = None  # of the newest ticket
         self._begun = False  # its writer was forked, or its failure reported
@@ -118,10 +121,15 @@ class BaseGroupWorker:
         """Plan with the group, stage and fork; an error becomes a report."""
         transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
+        proposal = self._comparison.with_digests(proposal, draft)
         gathered = transport.gather((proposal, tuple(shares.keys.values())))
+        proposals = None if gathered is None else [proposal for proposal, _ in gathered]
+        differences = self._comparison.differences(proposals, draft)
         accepted, problem = (
             (None, "") if gathered is None else self._judge(ticket, shares, gathered)
         )
+        if gathered is not None and not problem:
+            problem = self._problem_of(ticket.of, differences)
         sent = accepted.for_others() if accepted is not None else None
         problem, shared = transport.broadcast((problem, sent))
         if problem or draft is None:
@@ -186,6 +194,14 @@ class BaseGroupWorker:
             raise
         except BaseException as error:  # torch's CheckpointException is one; the others wait
             return None, describe(error) or type(error).__name__
+
+    def _problem_of(self, of: AttemptId, differences: Sequence[Difference]) -> str:
+        """At the group's first rank: tell what differs by rank. Returns it if that fails the share."""
+        if differences and self._config.ranks_disagree == "refuse":
+            return str(differences[0])
+        for found in differences:
+            say(log.warning, "ranks_disagree", f"step {of.step}: {found}", step=of.step)
+        return ""
 
     def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts) -> None:
         """Stage and fork, as a rank of an SPMD job does."""

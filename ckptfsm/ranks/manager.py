@@ -8,7 +8,8 @@ Rules:
 - A local error is never raised between collectives. The next exchange carries it, and every rank
   raises it, so that no rank is left waiting (I10).
 - ``save`` begins with one exchange: every rank's proposal goes to rank 0, which asks the
-  coordinator. An accepted attempt or a refusal comes back. ``poll`` costs one tiny exchange while a
+  coordinator. An accepted attempt or a refusal comes back. In between, a flag says whether values
+  differ by rank; if so, a few ranks tell more. ``poll`` costs one tiny exchange while a
   save is in flight. An idle ``poll`` has none, unless the configuration needs agreement.
 - The training thread never touches the coordinator's disk work: it asks, with a deadline.
 - The arguments of a request are frozen at the call: nothing later reads a live step.
@@ -17,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptfsm.adapters.notices import say
@@ -26,10 +27,14 @@ from ckptfsm.core.errors import (
     DeadlineExceeded,
     Fenced,
     OutcomeUnknown,
+    RanksDisagreeWarning,
     SaveRefused,
     describe,
+    shorten,
 )
+from ckptfsm.core.ports import Draft
 from ckptfsm.core.requests import Accepted
+from ckptfsm.ranks.comparing import Difference
 from ckptfsm.ranks.coordinator_client import Answer
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import OffloadTurn
@@ -38,6 +43,7 @@ from ckptfsm.ranks.restoring import warn_of_drops
 from ckptfsm.ranks.session import Session, whole_step
 
 log = logging.getLogger("ckptfsm")
+_MOST_WARNINGS = 8  # of one save, about values that differ by rank
 
 
 class Manager(Session):
@@ -97,7 +103,7 @@ class Manager(Session):
     ) -> tuple[SaveHandle, BaseException | None]:
         """Draft, ask, stage and fork. Returns the handle and the refusal, the same on every rank."""
         draft, proposal = stage.propose(self._ports.driver, call, metrics)
-        answer, accepted = self._ask_for(proposal)
+        answer, accepted = self._ask_for(proposal, draft)
         if answer.error is not None:
             self._ports.driver.refuse()
             if draft is not None:
@@ -106,19 +112,23 @@ class Manager(Session):
         assert draft is not None and accepted is not None
         return self._begin_writing(accepted, draft), None
 
-    def _ask_for(self, proposal: Proposal) -> tuple[Answer, Accepted | None]:
+    def _ask_for(self, proposal: Proposal, draft: Draft | None) -> tuple[Answer, Accepted | None]:
         """Make the exchange that a save begins with."""
         answer, accepted = Answer(), None
+        proposal = self._comparison.with_digests(proposal, draft)
         gathered = self._ports.transport.gather(proposal)
+        differences = self._comparison.differences(gathered, draft)
         if gathered is not None:
-            answer, accepted = self._judge(gathered)
+            answer, accepted = self._judge(gathered, differences)
         answer = self._client.share(answer)
         if answer.value is not None:
             self._participant.expect(answer.value.of)
         self._participant.take_update(answer.update)
         return answer, accepted or answer.value
 
-    def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Accepted | None]:
+    def _judge(
+        self, proposals: list[Proposal], differences: Sequence[Difference]
+    ) -> tuple[Answer, Accepted | None]:
         """At rank 0: accept or refuse for all ranks.
 
         Returns the answer, and the acceptance with all plans.
@@ -126,6 +136,7 @@ class Manager(Session):
         step = proposals[0].step
         try:
             request = agree(proposals)
+            self._take_differences(step, differences)
             planned = self._merged(proposals)
             of = self._client.ask(Coordinator.request, request)
         except DeadlineExceeded as error:
@@ -145,6 +156,20 @@ class Manager(Session):
             return self._client.answer_of(error), None
         accepted = Accepted(of, request.in_place, request.parts, planned)
         return Answer(accepted.for_others(), update=self._client.collect()), accepted
+
+    def _take_differences(self, step: int, differences: Sequence[Difference]) -> None:
+        """At rank 0: warn of values that differ by rank, or refuse the save."""
+        for found in differences[:_MOST_WARNINGS]:
+            facts = {"part": found.part, "key": found.key or None, "ranks": found.ranks}
+            if self.config.ranks_disagree == "refuse":
+                raise SaveRefused(str(found), step=step, **facts)
+            say(log.warning, "ranks_disagree", f"step {step}: {found}", step=step, **facts)
+            self._participant.notes.append(RanksDisagreeWarning(f"step {step}: {found}"))
+        more = [f"{each.part}: {each.key}" for each in differences[_MOST_WARNINGS:]]
+        if more:
+            said = f"step {step}: {len(more)} more keys differ by rank: {shorten(', '.join(more))}"
+            say(log.warning, "ranks_disagree", said, step=step)
+            self._participant.notes.append(RanksDisagreeWarning(said))
 
     def _merged(self, proposals: list[Proposal]) -> Mapping[str, bytes]:
         try:

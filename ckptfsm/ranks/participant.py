@@ -31,6 +31,7 @@ from ckptfsm.core.errors import (
     DeadlineExceeded,
     ManagerClosed,
     NoRoom,
+    RankFailed,
     RankInterrupted,
     RecoveryWarning,
     SaveFailed,
@@ -41,7 +42,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.notes import Meter, Note, Refused
-from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import (
     Accepted,
@@ -105,6 +106,9 @@ class Participant:
         # Attempts that failed, and steps without room for a save, since the last tracked save.
         self._lost: set[AttemptId | int] = set()
         self._next_timed_save = 0.0
+        self._lone_makes: list[
+            tuple[AttemptId, PartSpec]
+        ] = []  # of other ranks, in the newest save
 
     @property
     def is_copy(self) -> bool:
@@ -247,7 +251,7 @@ class Participant:
             interrupted,
             self.allocation.ends_soon(idle=self.view.quiet),
         ]
-        agreed = self._ports.transport.any_flags(flags)
+        agreed = self._agree_on(flags)
         if agreed[_PREEMPTED]:
             self.save_asked, self.preempted = False, True
         if agreed[_ENDING]:
@@ -263,6 +267,21 @@ class Participant:
             self.take_update(update)
         self.show.look()
         return Agreed(agreed[_EXPIRED], agreed[_INTERRUPTED])
+
+    def _agree_on(self, flags: Sequence[bool]) -> list[bool]:
+        """Agree. A rank that does not answer may be in a function of the trainer's: name that."""
+        try:
+            return self._ports.transport.any_flags(flags)
+        except RankFailed as error:
+            waits = [
+                f"rank {spec.first_rank} may be in make of part {spec.name!r}"
+                for of, spec in self._lone_makes
+                if self.view.unfinished.get(of) is State.REQUESTED
+            ]
+            if not waits:
+                raise
+            said = f"{error.message}; {', '.join(waits)}: one that waits for other ranks needs"
+            raise RankFailed(f"{said} FileTree(make, every_rank=True)", **error.facts) from error
 
     def _timed_save_due(self, now: float) -> bool:
         timed = self._rank == 0 and self._config.save_interval_s is not None
@@ -452,6 +471,11 @@ class Participant:
         self.save_due = False
         self.reports.forget_sent(self.view.unfinished)
         handle = self.expect(accepted.of)
+        self._lone_makes = [
+            (accepted.of, spec)
+            for spec in accepted.parts
+            if spec.kind == "tree" and spec.ranks is not None and self._rank not in spec.ranks
+        ]
         self.show.begin(accepted.of, self._writing_ranks(accepted), self.reports.progress_now)
         self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)
         handle._progress = self.reports.progress

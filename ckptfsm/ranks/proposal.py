@@ -8,15 +8,16 @@ module.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import ConfigError, SaveRefused, describe, name_ranks
-from ckptfsm.core.parts import OptionalPart, PartSpec, Sent
+from ckptfsm.core.parts import OptionalPart, PartSpec, Sent, content_of
 from ckptfsm.core.ports import Draft, Driver
 from ckptfsm.core.requests import SaveRequest
+from ckptfsm.writers.plain_files import FileTree
 
 log = logging.getLogger("ckptfsm")
 STATE = "state"  # the name of the part for a state without names
@@ -26,7 +27,9 @@ STATE = "state"  # the name of the part for a state without names
 class Proposal(Sent):
     """The proposal of one rank, as it is sent to rank 0.
 
-    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others.
+    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others. ``digests``
+    has a number for each of ``specs``: the values in it of which one rank's are kept for all.
+    ``trees`` names each ``FileTree`` with its ``every_rank``.
     """
 
     step: int
@@ -38,6 +41,8 @@ class Proposal(Sent):
     expected_bytes: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
     error: str = ""
+    trees: tuple[tuple[str, bool | None], ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -89,7 +94,14 @@ def propose(
         draft.summary,
         draft.expected_bytes,
         figures,
+        trees=trees_of(named),
     )
+
+
+def trees_of(named: Mapping[str, Any]) -> tuple[tuple[str, bool | None], ...]:
+    """The name of each ``FileTree`` among parts, with its ``every_rank``."""
+    contents = {name: content_of(value) for name, value in named.items()}
+    return tuple((n, each.every_rank) for n, each in contents.items() if isinstance(each, FileTree))
 
 
 def measured(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
@@ -146,7 +158,7 @@ def _in_order(proposals: Sequence[Proposal]) -> list[str]:
 
 
 def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
-    """A part as its ranks propose it; the first of them writes a part of plain files."""
+    """A part as its ranks propose it; the first of them writes a part of plain files for all."""
     found = {r: spec for r, p in enumerate(proposals) for spec in p.specs if spec.name == name}
     first = next(iter(found.values()))
     for rank, spec in found.items():
@@ -157,7 +169,7 @@ def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
                 rank=rank,
                 part=name,
             )
-    if first.kind in ("file", "tree"):
+    if first.kind == "file" or (first.kind == "tree" and not _every_rank(name, found, proposals)):
         return replace(first, ranks=(min(found),))
     if first.kind == "foreign" and len(found) < len(proposals):
         raise SaveRefused(
@@ -167,6 +179,22 @@ def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
             part=name,
         )
     return replace(first, ranks=None if len(found) == len(proposals) else tuple(found))
+
+
+def _every_rank(name: str, ranks: Collection[int], proposals: Sequence[Proposal]) -> bool | None:
+    """``every_rank`` of a tree. Raises ``SaveRefused`` unless all ranks that give it say the same."""
+    said = {rank: dict(proposals[rank].trees).get(name) for rank in ranks}
+    first = min(said)
+    for rank, every_rank in said.items():
+        if every_rank is not said[first]:
+            raise SaveRefused(
+                f"rank {rank} gives the FileTree {name!r} with every_rank={every_rank}, rank {first} "
+                f"with every_rank={said[first]}",
+                step=proposals[0].step,
+                rank=rank,
+                part=name,
+            )
+    return said[first]
 
 
 def _in_place(proposals: Sequence[Proposal]) -> bool:

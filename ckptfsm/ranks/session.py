@@ -48,6 +48,7 @@ from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.jobs.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
+from ckptfsm.ranks.comparing import Comparison
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant
@@ -87,6 +88,7 @@ class Session:
         self._participant = Participant(
             ports, config, self._client, self._one_call, hooks, self.writers
         )
+        self._comparison = Comparison(ports.transport, forget=config.ranks_disagree == "refuse")
         self._client.on_reports = self._participant.show.hear
         self._gone = False
         self._jobs: JobsBeside | None = None

@@ -45,7 +45,7 @@ from ckptfsm.core.ports import (
     no_mailbox,
 )
 from ckptfsm.testing.harness import FINISHERS, FakePart
-from ckptfsm.writers.plain_files import file_spec, load_file, stage_file
+from ckptfsm.writers.plain_files import digests_of_bytes, file_spec, load_file, stage_file
 from ckptfsm.writers.rank_writer import launch_forked
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -130,6 +130,7 @@ class FakeDraft:
     expected_bytes: int
     driver: FakeDriver
     values: Mapping[str, Any]
+    digests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     location: str = ""
 
     def stage(
@@ -144,7 +145,7 @@ class FakeDraft:
             if isinstance(value, FakeRequest):
                 jobs.append(FakeForeignPart(spec.name, spec.directory, rank, value))
             elif spec.kind in ("file", "tree"):
-                jobs.append(stage_file(spec, value, location))
+                jobs.append(stage_file(spec, value, location, rank))
             else:
                 before, first = self.driver.before_write, spec.first_rank
                 jobs.append(FakeShard(spec.name, spec.directory, rank, value, before, first))
@@ -218,7 +219,8 @@ class FakeDriver:
             size = self.expected_bytes
         in_place = any(isinstance(v, FakeRequest) for v in parts.values())
         keys = {name: sorted(v) for name, v in parts.items() if isinstance(v, Mapping)}
-        return FakeDraft(specs, in_place, keys, size, self, dict(parts))
+        digests = digests_of_bytes(parts)
+        return FakeDraft(specs, in_place, keys, size, self, dict(parts), digests)
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
         self.maybe_fail("merge")

@@ -2,53 +2,67 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import xxhash
 
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, describe
 from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
-from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
+from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.disk.durable import fsync_existing, walk_files
+from ckptfsm.disk.trash import remove_empty
 from ckptfsm.writers.image import FromImages
 from ckptfsm.writers.rank_writer import FilePart
 
 
 @dataclass(frozen=True, slots=True)
 class FileTree:
-    """A part that is a directory of files, written by ``make(directory)`` on its first rank.
+    """A part that is a directory of files, written by ``make(directory)``.
 
     ``make`` is called on the training thread, with the absolute path of an existing directory. The
-    directory holds at most files that ``make`` of other ranks, or of parts inside it, wrote. The
-    writer lists the files and makes them durable. Symbolic links are refused; a hard link must not
-    be written through again.
+    directory holds at most files that ``make`` of parts inside it wrote. The writer lists the files
+    and makes them durable. Symbolic links are refused; a hard link must not be written through again.
+
+    ``every_rank`` says which of the ranks that give the part call ``make``:
+
+    - False: the first. ``make`` may then hold no collective.
+    - True: each, which gets an empty directory. Its files are moved to the part's directory when
+      ``make`` returns. If two ranks wrote one name, the save fails. Collectives are allowed, if every
+      rank of the job gives the part.
+    - None: as False, but if several ranks give the part, a ``RanksDisagreeWarning`` says that the
+      files of the others are not kept (see the setting ``ranks_disagree``).
     """
 
     make: Callable[[str], None]
+    every_rank: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
     """Files that exist already: the writer fsyncs and digests them.
 
-    ``skip`` are inner directories that belong to other parts.
+    ``skip`` are inner directories that belong to other parts. Where each rank has files in the
+    directory, ``names`` are this rank's. ``emptied`` is the directory that they were made in.
     """
 
     name: str
     directory: str
     skip: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None
+    emptied: str = ""
 
     def write(self, storage: Storage, location: str) -> Written:
         files = []
-        for name, stat in walk_files(storage, join(location, self.directory)):
-            if any(f"{name}/".startswith(f"{inner}/") for inner in self.skip):
-                continue
+        for name, stat in self._found(storage, location):
             path = join(location, self.directory, name)
             if stat.kind != "file":
                 raise SaveFailed(f"{name} of part {self.name!r} is a {stat.kind}", file=path)
@@ -56,7 +70,18 @@ class TreePart:
             digest = storage.digest(path)
             entry = FileEntry(name=join(self.directory, name), bytes=stat.size, digest=digest)
             files.append(entry)
+        if self.emptied:
+            remove_empty(storage, join(location, self.emptied))
         return Written(tuple(files))
+
+    def _found(self, storage: Storage, location: str) -> Iterator[tuple[str, FileStat]]:
+        directory = join(location, self.directory)
+        if self.names is not None:
+            yield from ((name, storage.stat(join(directory, name))) for name in self.names)
+            return
+        for name, stat in walk_files(storage, directory):
+            if not any(f"{name}/".startswith(f"{inner}/") for inner in self.skip):
+                yield name, stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +149,14 @@ def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
     return replace(job, skip=(*skip, *(() if base else (PRIVATE,))))
 
 
-def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | UnmadePart:
+def stage_tree(spec: PartSpec, tree: FileTree, location: str, rank: int) -> TreePart | UnmadePart:
     """Let the trainer write the files of a tree. ``location`` is the step's absolute directory.
 
     An exception of ``make`` passes, unless the part is optional.
     """
     try:
+        if tree.every_rank:
+            return _stage_share(spec, tree, location, rank)
         tree.make(make_inside(location, spec.directory))
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -138,6 +165,37 @@ def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | Unma
             raise
         return UnmadePart(spec.name, spec.directory, describe(error))
     return TreePart(spec.name, spec.directory)
+
+
+def _stage_share(spec: PartSpec, tree: FileTree, location: str, rank: int) -> TreePart:
+    """Let this rank write its files of a tree where no other rank does, and move them to it.
+
+    So the rank's receipt lists the rank's files alone. A name that another rank moves there at the
+    same moment is found when the receipts are put together: two of them list it.
+    """
+    apart = f"tree-{spec.name}-{rank}"
+    made = make_inside(location, join(PRIVATE, apart))
+    target = make_inside(location, spec.directory)
+    try:
+        tree.make(made)
+        names = tuple(_move_files(spec, made, target, rank))
+    except BaseException:
+        Path(made).rename(Path(target, apart))  # goes with the part, if that is left out
+        raise
+    return TreePart(spec.name, spec.directory, names=names, emptied=join(PRIVATE, apart))
+
+
+def _move_files(spec: PartSpec, made: str, target: str, rank: int) -> Iterator[str]:
+    """Move the files of ``rank``; their names. Raises ``SaveFailed`` if there is one of a name."""
+    for directory, _, files in sorted(os.walk(made)):
+        inner = "" if directory == made else os.path.relpath(directory, made)
+        for file in sorted(files):
+            name, path = join(inner, file), Path(make_inside(target, inner), file)
+            if os.path.lexists(path):
+                said = f"{name} of part {spec.name!r} is written by rank {rank} and by another one"
+                raise SaveFailed(said, file=str(path), part=spec.name, rank=rank)
+            Path(directory, file).rename(path)
+            yield name
 
 
 def file_spec(name: str, value: Any) -> PartSpec | None:
@@ -149,10 +207,10 @@ def file_spec(name: str, value: Any) -> PartSpec | None:
     return None
 
 
-def stage_file(spec: PartSpec, value: Any, location: str) -> PartJob:
-    """The job of a part of plain files."""
+def stage_file(spec: PartSpec, value: Any, location: str, rank: int) -> PartJob:
+    """The job of ``rank`` for a part of plain files."""
     if isinstance(value, FileTree):
-        return stage_tree(spec, value, location)
+        return stage_tree(spec, value, location, rank)
     return FilePart(spec.name, spec.name, bytes(value))
 
 
@@ -165,11 +223,12 @@ class FilesDraft:
     expected_bytes: int
     in_place: bool = False
     summary: Any = None
+    digests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of a lone process
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
-        return tuple(stage_file(spec, self.values[spec.name], location) for spec in specs)
+        return tuple(stage_file(spec, self.values[spec.name], location, 0) for spec in specs)
 
     def changed(self) -> str:
         return ""  # bytes do not change
@@ -244,6 +303,15 @@ def load_file(name: str, value: Any, directory: str) -> Any:
 def bytes_of(values: Mapping[str, Any]) -> int:
     """The size of the plain files among parts, in bytes."""
     return sum(len(v) for v in values.values() if isinstance(v, (bytes, bytearray)))
+
+
+def digests_of_bytes(values: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """The digests of the parts of bytes, see ``ports.Draft``."""
+    return {
+        name: {"": xxhash.xxh3_64_intdigest(value)}
+        for name, value in values.items()
+        if isinstance(value, (bytes, bytearray))
+    }
 
 
 def provenance(*names: str) -> dict[str, str]:

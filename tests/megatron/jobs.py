@@ -51,13 +51,18 @@ from ckptfsm import (  # noqa: E402
     ForeignRequest,
     GroupWorker,
     OffloadHook,
+    PerRank,
     SaveHandle,
     Ticket,
     TransitionRecord,
 )
 from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
 from ckptfsm.coordinator.coordinator import Coordinator  # noqa: E402
-from ckptfsm.core.errors import CkptFsmError  # noqa: E402
+from ckptfsm.core.errors import (  # noqa: E402
+    CkptFsmError,
+    RanksDisagreeWarning,
+    ReshardWarning,
+)
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked  # noqa: E402
 from ckptfsm.core.parts import AttemptId  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
@@ -1060,6 +1065,57 @@ def save_composite(here: Here, root: str) -> Told:
             "both": is_state_of(found.parts["both"], 7, here),
             "parts": sorted(found.parts),
         }
+
+
+def save_of_each_rank(here: Here, root: str) -> Told:
+    """Values, bytes and files that differ by rank, with and without a word about that."""
+    with managed(here, root) as manager, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RanksDisagreeWarning)
+        tree = FileTree(partial(_gather_and_write, here.rank), every_rank=True)
+        parts = {
+            "state": {**state_of(7, here), "loader": PerRank({"position": 100 + here.rank})},
+            "generator.pt": PerRank(b"of rank %d" % here.rank),
+            "export": tree,
+        }
+        error = tell(manager.save(7, parts=parts).wait)
+        wanted = {
+            "state": {**template_of(here), "loader": PerRank(None)},
+            "generator.pt": PerRank(None),
+            "export": tree,
+        }
+        found = manager.restore(parts=wanted)
+        assert found is not None
+        alone = FileTree(partial(_gather_and_write, here.rank), every_rank=False)
+        stuck = tell(manager.save(8, parts={**parts, "export": alone}).wait)
+        state = {**state_of(9, here), "loader": {"position": here.rank}}
+        tell(manager.save(9, state).wait)
+        manager.poll()  # says what there is to be said
+        return {
+            "error": error,
+            "loader": found.parts["state"]["loader"],
+            "generator": found.parts["generator.pt"].decode(),
+            "export": Path(found.parts["export"]).relative_to(root).as_posix(),
+            "stuck": stuck,
+            "warned": [str(each.message) for each in warned],
+        }
+
+
+def restore_on_one_rank(here: Here, root: str, *, drops: bool) -> Told:
+    """Restore values of two ranks in a job with one, which may leave them out or not."""
+    wanted = {"loader": PerRank(None), "step": None}
+    drop = {"reshard_drops": ("loader",)} if drops else {}
+    found: list[Any] = []
+    with managed(here, root, **drop) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReshardWarning)
+        error = tell(lambda: found.append(manager.restore(parts={"state": wanted}, step=7)))
+    return {"error": error, "keys": sorted(found[0].parts["state"]) if found else []}
+
+
+def _gather_and_write(rank: int, directory: str) -> None:
+    """A ``make`` with a collective, as the export of a sharded model has."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, rank)
+    Path(directory, f"of_{rank}.txt").write_text(str(everyone))
 
 
 def _make_tokenizer(rank: int, directory: str) -> None:

@@ -31,6 +31,27 @@ def test_parts_of_different_ranks_are_one_checkpoint(cluster: Cluster, root: Pat
         assert loaded, "megatron-core's own loader reads each part"
 
 
+def test_what_differs_by_rank_is_kept_for_each_or_told(cluster: Cluster, root: Path) -> None:
+    """Would catch: a loader's position or a generator of one rank that all ranks get, without a
+    word; a ``make`` with a collective that waits for ranks which never call it; a value of each rank
+    that another number of ranks takes for its own."""
+    told = cluster.run("save_of_each_rank", root=str(root))
+    for rank, said in enumerate(told):
+        assert said["error"] is None
+        assert said["loader"] == {"position": 100 + rank}
+        assert said["generator"] == f"of rank {rank}"
+        assert (root / said["export"] / f"of_{rank}.txt").read_text() == "[0, 1]"
+        assert said["stuck"]["type"] == "SaveFailed" and "every_rank=True" in said["stuck"]["text"]
+    assert told[1]["warned"] == []
+    (warned,) = told[0]["warned"]
+    assert "step 9: part 'state': key 'loader.position' of rank 1" in warned
+    assert_complete(root, 7)
+    (said,) = cluster.run("restore_on_one_rank", ranks=1, root=str(root), drops=False)
+    assert said["error"]["type"] == "RestoreFailed" and "reshard_drops" in said["error"]["text"]
+    (said,) = cluster.run("restore_on_one_rank", ranks=1, root=str(root), drops=True)
+    assert said["error"] is None and "loader" not in said["keys"] and "step" in said["keys"]
+
+
 @pytest.mark.parametrize("engine", ["fork", "auto", "gated"])
 def test_groups_under_a_controller_write_steps_that_stock_code_loads(
     cluster: Cluster, root: Path, engine: str

@@ -157,7 +157,7 @@ class VerlCheckpointManager:
             )
         if self._beside is not None:
             self._beside(ticket.directory)
-        return {**trees.states, "": FileTree(_written_already)}
+        return {**trees.states, "": FileTree(_written_already, every_rank=False)}
 
     def load_checkpoint(
         self,

@@ -400,7 +400,8 @@ class Trainer:
         if layout == "foreign":
             request = WorldRequest(b"", state=state)
             return manager.save(step, parts={"state": request}, metrics=metrics)
-        second: Any = b"tokens" if layout == "file" else dict(state)
+        own = f"tokens of rank {self.rank}".encode()  # the first rank's are kept
+        second: Any = own if layout == "file" else dict(state)
         if layout == "optional":
             second = OptionalPart(second)
         elif layout == "split" and self.rank == 0 and self.job.world_size > 1:

@@ -42,6 +42,7 @@ from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
 from ckptfsm.testing.simfs import ProcessDead
 from ckptfsm.testing.writers import PlainCount
+from ckptfsm.writers.plain_files import digests_of_bytes
 from ckptfsm.writers.rank_writer import FilePart, write_rank
 from ckptfsm.writers.shard_file import ShardFile
 from proof.sim.site import Site
@@ -534,7 +535,9 @@ class WorldDriver(FakeDriver):
         parts = {name: content_of(value) for name, value in parts.items()}
         keys = {name: sorted(v) for name, v in parts.items() if isinstance(v, Mapping)}
         in_place = any(isinstance(v, FakeRequest) for v in parts.values())
-        return WorldDraft(specs, in_place, keys, 100 * len(parts), self, dict(parts))
+        return WorldDraft(
+            specs, in_place, keys, 100 * len(parts), self, dict(parts), digests_of_bytes(parts)
+        )
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,21 @@ from typing import Any
 import pytest
 
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused
+from ckptfsm.core.errors import ConfigError, RankFailed, SaveFailed, SaveRefused
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import OptionalPart, PartSpec
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.fakes import (
+    FakeDriver,
+    FakeRequest,
+    ThreadGroup,
+    ThreadTransport,
+    fake_ports,
+    run_ranks,
+)
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FileTree, TreePart, around
 
@@ -283,3 +291,105 @@ def test_I4_files_of_a_receipt_are_there_when_it_is_published(tmp_path):
         return manager.latest_step()
 
     assert together(tmp_path, work, ranks=1) == [None]
+
+
+# ----------------------------------------------------------------------- trees of several ranks
+
+
+class OfRank:
+    """Writes files of a rank's own, and those in ``more``, if all ranks have come here."""
+
+    def __init__(self, rank: int, *more: str) -> None:
+        self.rank, self.more = rank, more
+
+    def __call__(self, directory: str) -> None:
+        Path(directory, "inner").mkdir()
+        for name in (f"loader_{self.rank}.pt", f"inner/{self.rank}", *self.more):
+            Path(directory, name).write_text(str(self.rank))
+
+
+def test_I3_every_rank_writes_files_of_a_tree(tmp_path):
+    """Catches: files of a rank that no receipt lists, or that two receipts list; a directory in
+    which they were made, and which stays."""
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(OfRank(manager.rank), every_rank=True)
+        manager.save(1, parts={"state": {"w": 1}, "loader": tree}).wait()
+        found = manager.restore(parts={"state": {"w": None}, "loader": tree})
+        assert found is not None
+        return found.parts["loader"]
+
+    assert together(tmp_path, work, 3) == [str(tmp_path / "iter_0000001/loader")] * 3
+    found = manifest_of(tmp_path, "iter_0000001")
+    names = {entry["name"] for entry in found["files"]}
+    listed = {name for name in names if name.startswith("loader/")}
+    assert listed == {f"loader/{name}{r}{end}" for r in range(3) for name, end in NAMES}
+    for rank in range(3):
+        assert (tmp_path / f"iter_0000001/loader/loader_{rank}.pt").read_text() == str(rank)
+    assert list((tmp_path / "iter_0000001/.ckptfsm").glob("tree-*")) == []
+
+
+NAMES = (("loader_", ".pt"), ("inner/", ""))
+
+
+def test_I4_two_ranks_that_write_one_name_fail_the_save(tmp_path):
+    """Catches: a file of one rank over that of another one."""
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(OfRank(manager.rank, "config.json"), every_rank=True)
+        with pytest.raises(SaveFailed, match=r"config\.json"):
+            manager.save(1, parts={"state": {"w": 1}, "loader": tree}).wait()
+        manager.save(2, parts={"state": {"w": 1}}).wait()
+        return manager.all_steps()
+
+    assert together(tmp_path, work) == [[2], [2]]
+
+
+def test_an_optional_tree_that_one_rank_cannot_make_is_left_out(tmp_path):
+    """Catches: files of the failed rank, in no receipt, that fail the whole checkpoint."""
+
+    def work(manager: Manager) -> Any:
+        make = OfRank(manager.rank, *(["missing/x"] if manager.rank else []))
+        tree = OptionalPart(FileTree(make, every_rank=True))
+        manager.save(1, parts={"state": {"w": 1}, "export": tree}).wait()
+        return manager.all_steps()
+
+    assert together(tmp_path, work) == [[1], [1]]
+    assert not (tmp_path / "iter_0000001/export").exists()
+
+
+def test_ranks_that_say_different_things_of_a_tree_are_refused(tmp_path):
+    """Catches: a rank that awaits the files of all, and one that awaits those of the first."""
+
+    def work(manager: Manager) -> None:
+        tree = FileTree(OfRank(manager.rank), every_rank=manager.rank == 0)
+        with pytest.raises(SaveRefused, match="rank 1 gives the FileTree 'loader' with every_rank"):
+            manager.save(1, parts={"state": {"w": 1}, "loader": tree})
+
+    assert together(tmp_path, work) == [None, None]
+
+
+def test_I10_a_rank_that_waits_in_make_is_named(tmp_path):
+    """Catches: "a rank is gone", said of a rank that waits in ``make`` for the others."""
+    gate = threading.Event()
+    group = ThreadGroup(2, timeout_s=0.2)
+
+    def wait(directory: str) -> None:
+        assert gate.wait(20.0)
+
+    def one(rank: int) -> Any:
+        transport = group.transport(rank)
+        ports = fake_ports(tmp_path, transport=transport, driver=FakeDriver(rank))
+        manager = Manager(ports, make({}), ())
+        try:
+            manager.save(
+                1, parts={"state": {"w": 1}, "loader": FileTree(wait, every_rank=False)}
+            ).wait()
+        finally:
+            gate.set()
+            manager.abandon()
+
+    results: list[Any] = run_ranks(2, lambda transport: one(transport.rank))
+    assert isinstance(results[1], RankFailed)
+    assert "rank 0 may be in make of part 'loader'" in results[1].message
+    assert "every_rank=True" in results[1].message

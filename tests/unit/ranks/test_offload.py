@@ -223,7 +223,7 @@ def test_a_save_without_the_hook_costs_no_exchange_more(tmp_path: Path, hooked: 
         manager.close()
         return cost
 
-    assert run_ranks(2, work) == [4, 4] if hooked else [2, 2]
+    assert run_ranks(2, work) == ([5, 5] if hooked else [3, 3])
 
 
 # -------------------------------------------------------------------------------- with a controller

@@ -1,0 +1,125 @@
+"""Digests of the plain values of a state, by which ranks compare what they give.
+
+The first rank of a part writes its plain values for all ranks, so they have to be the same. They are
+compared in a normal form: two values that are equal have one digest, also if they share objects, or
+have keys in another order. The pickles of such values differ.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, cast
+
+import torch
+import xxhash
+
+_LEVELS = 3  # of names in a key: more would make a key of each tensor of an optimizer
+_PLACES = ("rank", "local_rank")  # of a trainer's arguments: they say which process this is
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+
+
+def digests_of(values: Any) -> dict[str, int]:
+    """The digest of each value of a nested dict, by its names with dots between them.
+
+    Local, and changes nothing. A value that cannot be pickled is compared by its type alone.
+    """
+    form = _NormalForm()
+    return {key: form.digest(value) for key, value in _named(values, "", _LEVELS)}
+
+
+def _named(value: Any, name: str, levels: int) -> Iterator[tuple[str, Any]]:
+    inner = _inner(value)
+    if inner is None or (levels == 0 and inner):
+        yield name, value
+        return
+    for key, each in inner.items():
+        yield from _named(each, f"{name}.{key}" if name else str(key), levels - 1)
+
+
+def _inner(value: Any) -> Mapping[Any, Any] | None:
+    """The named values inside; None if ``value`` is one itself. A container without any is none."""
+    if type(value) is Namespace:
+        return {name: each for name, each in vars(value).items() if name not in _PLACES}
+    return value if isinstance(value, dict) else None
+
+
+class _NormalForm:
+    """Digests of values of any type. Objects are taken apart as pickle does it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bytes] = {}
+        self._kept: list[Any] = []  # so that no number of an object in ``_known`` is used again
+
+    def digest(self, value: Any) -> int:
+        try:
+            form = self._of(value)
+        except Exception:  # whoever writes the value says what is wrong with it
+            form = _name_of(type(value))
+        return xxhash.xxh3_64_intdigest(form)
+
+    def _of(self, value: Any) -> bytes:
+        kind = type(value)
+        if kind in _SCALARS:
+            return f"{kind.__name__} {value!r}".encode("utf-8", "surrogatepass")
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = b"inside itself"
+            self._kept.append(value)
+            known = self._known[id(value)] = xxhash.xxh3_128_digest(self._made(value))
+        return known
+
+    def _made(self, value: Any) -> bytes:
+        kind = type(value)
+        if kind is dict or kind is Namespace:
+            return b"dict" + self._pairs((_inner(value) or {}).items())
+        if kind in (list, tuple):
+            return _joined(kind.__name__.encode(), [self._of(each) for each in value])
+        if kind in (set, frozenset):
+            return _joined(b"set", sorted(self._of(each) for each in value))
+        if isinstance(value, torch.Tensor):
+            return _tensor(value)
+        if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+            return _name_of(value)
+        return self._taken_apart(value)
+
+    def _pairs(self, items: Any) -> bytes:
+        return _joined(b"", sorted(_joined(b"", [self._of(k), self._of(v)]) for k, v in items))
+
+    def _taken_apart(self, value: Any) -> bytes:
+        reduce = copyreg.dispatch_table.get(type(value))
+        found = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+        if isinstance(found, str):
+            return f"{_name_of(type(value))!r} {found}".encode()
+        make, arguments, state, items, pairs = (*found, None, None, None)[:5]
+        return _joined(
+            b"object",
+            [
+                self._of(make),
+                self._of(arguments),
+                self._of(state),
+                self._of(list(items or ())),
+                self._pairs(pairs or ()),
+            ],
+        )
+
+
+def _joined(kind: bytes, forms: list[bytes]) -> bytes:
+    return b"%s(%s)" % (kind, b"".join(b"%d:%s" % (len(form), form) for form in forms))
+
+
+def _tensor(value: torch.Tensor) -> bytes:
+    """The type, the shape and the bytes of a tensor; without the bytes if those are not its values."""
+    form = f"tensor {value.dtype} {tuple(value.shape)} ".encode()
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return form
+    if value.numel() == 1:  # an optimizer has many of them
+        return form + repr(value.item()).encode()
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return form + xxhash.xxh3_128_digest(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _name_of(named: Any) -> bytes:
+    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', named)}".encode()

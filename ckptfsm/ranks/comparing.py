@@ -1,0 +1,155 @@
+"""Compares what the ranks give for a value of which a checkpoint keeps one for all ranks.
+
+Those are the plain values of a state, a part of bytes, and a ``FileTree`` that says nothing of its
+ranks. Each rank sends a digest for a part with its proposal. Only if these differ, a few of the ranks
+send the digests of all keys, so that the keys can be named. A key that was named once is left out
+from then on.
+
+Rules: nothing raises between the collectives. The names of keys are known to all ranks alike, so
+that their digests of a part stay comparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from ckptfsm.core.errors import name_ranks
+from ckptfsm.core.parts import Sent
+from ckptfsm.core.ports import Draft, Transport
+from ckptfsm.ranks.proposal import Proposal
+
+_ASKED = 8  # ranks that send the digests of a part's keys, beside the first
+Digests = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference(Sent):
+    """A value that ``ranks``, and perhaps ``more`` others, give otherwise than rank ``first``.
+
+    ``key`` is "" for a part without keys. ``tree``: a ``FileTree`` of several ranks.
+    """
+
+    part: str
+    key: str
+    first: int
+    ranks: tuple[int, ...]
+    more: int = 0
+    tree: bool = False
+
+    def __str__(self) -> str:
+        others = name_ranks(self.ranks) + (f" (perhaps {self.more} more)" if self.more else "")
+        if self.tree:
+            return (
+                f"part {self.part!r}: rank {others} gives a FileTree too, and rank {self.first} alone "
+                "writes it: every_rank=True keeps the files of each rank, every_rank=False says that "
+                "one rank's are enough"
+            )
+        what = f"key {self.key!r}" if self.key else "its bytes"
+        return (
+            f"part {self.part!r}: {what} of rank {others} is not that of rank {self.first}, which is "
+            "kept for all ranks: PerRank(value) keeps one for each rank"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked(Sent):
+    """The ranks that are asked for the digests of a part: ``first``, and ``ranks`` that differ."""
+
+    first: int
+    ranks: tuple[int, ...]
+    more: int
+
+
+class Comparison:
+    """The comparison of one rank with the others, see the module.
+
+    ``forget``: a difference is found again at every save, because it refuses each of them.
+    """
+
+    def __init__(self, transport: Transport, *, forget: bool) -> None:
+        self._transport = transport
+        self._forget = forget
+        self._named: set[tuple[str, str]] = set()  # part and key; the same on every rank
+
+    def with_digests(self, proposal: Proposal, draft: Draft | None) -> Proposal:
+        """The proposal with a digest for each of its parts (local)."""
+        if draft is None:
+            return proposal
+        digests = (self._whole(spec.name, draft.digests.get(spec.name)) for spec in draft.specs)
+        return replace(proposal, digests=tuple(digests))
+
+    def _whole(self, part: str, digests: Digests | None) -> int:
+        rest = {k: v for k, v in (digests or {}).items() if (part, k) not in self._named}
+        return xxhash.xxh3_64_intdigest(repr(sorted(rest.items())).encode()) if rest else 0
+
+    def differences(
+        self, proposals: Sequence[Proposal] | None, draft: Draft | None
+    ) -> tuple[Difference, ...]:
+        """The differences that were not named yet (collective). Rank 0 has the ``proposals``."""
+        asked = self._asked(proposals or ())
+        trees = self._trees(proposals or ())
+        if not self._transport.any_flags([bool(asked or trees)])[0]:
+            return ()
+        asked = self._transport.broadcast(asked)
+        digests = draft.digests if draft is not None else {}
+        rank = self._transport.rank
+        answer = {
+            part: digests.get(part, {})
+            for part, each in asked.items()
+            if rank == each.first or rank in each.ranks
+        }
+        answers = self._transport.gather(answer)
+        found: tuple[Difference, ...] = self._transport.broadcast(
+            () if answers is None else (*trees, *_named(asked, answers, self._named))
+        )
+        if not self._forget:
+            self._named.update((each.part, each.key) for each in found)
+        return found
+
+    def _asked(self, proposals: Sequence[Proposal]) -> dict[str, _Asked]:
+        """The parts whose digests differ, with the ranks that are asked."""
+        given: dict[str, dict[int, int]] = {}
+        for rank, proposal in enumerate(proposals):
+            for spec, digest in zip(proposal.specs, proposal.digests, strict=False):
+                given.setdefault(spec.name, {})[rank] = digest
+        asked = {}
+        for part, digests in given.items():
+            first = min(digests)
+            others = tuple(r for r, digest in digests.items() if digest != digests[first])
+            if others:
+                asked[part] = _Asked(first, others[:_ASKED], len(others[_ASKED:]))
+        return asked
+
+    def _trees(self, proposals: Sequence[Proposal]) -> tuple[Difference, ...]:
+        """Trees that several ranks give, without a word about the others."""
+        givers: dict[str, list[int]] = {}
+        for rank, proposal in enumerate(proposals):
+            for part, every_rank in proposal.trees:
+                if every_rank is None:
+                    givers.setdefault(part, []).append(rank)
+        return tuple(
+            Difference(part, "", ranks[0], tuple(ranks[1:]), tree=True)
+            for part, ranks in givers.items()
+            if len(ranks) > 1 and (part, "") not in self._named
+        )
+
+
+def _named(
+    asked: Mapping[str, _Asked],
+    answers: Sequence[Mapping[str, Digests]],
+    known: set[tuple[str, str]],
+) -> list[Difference]:
+    """At rank 0: the keys that differ among the ranks that were asked."""
+    found = []
+    for part, each in asked.items():
+        own = answers[each.first][part]
+        others = {rank: answers[rank][part] for rank in each.ranks}
+        keys = dict.fromkeys(key for digests in (own, *others.values()) for key in digests)
+        for key in keys:
+            ranks = tuple(r for r, digests in others.items() if digests.get(key) != own.get(key))
+            if ranks and (part, key) not in known:
+                found.append(Difference(part, key, each.first, ranks, each.more))
+    return found
