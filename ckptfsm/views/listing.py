@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from ckptfsm.core.documents import JobRecord, JobState
@@ -26,8 +27,8 @@ _MIN_LAST = 8
 class Row:
     """A checkpoint in a list. ``age_s``: seconds since it entered its state, None if not known.
 
-    ``bytes`` is the size of its shards. A directory that no journal explains has the state
-    ``unknown`` and no attempt.
+    ``bytes`` is the size of its shards. ``metrics`` are those of its save, and those that came later.
+    A directory that no journal explains has the state ``unknown`` and no attempt.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Row:
     kept_by: tuple[str, ...]
     note: str = ""
     jobs: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def rows_of(
@@ -101,6 +103,7 @@ def _row(
         tuple(part.name for part in checkpoint.parts),
         reasons,
         _note(overview, checkpoint),
+        metrics=dict(checkpoint.metrics),
     )
 
 
@@ -118,7 +121,12 @@ def _age(since: str, now: float) -> float | None:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
+    """The rows as JSON takes them: it has no NaN and no infinity, so such a metric is None."""
+    return [{**asdict(row), "metrics": _finite(row.metrics)} for row in rows]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if isfinite(value) else None for name, value in metrics.items()}
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from signal import SIGINT
 
 import pytest
 from cli_runs import ran, said
+from managers import QUICK, weights
 from real_roots import crashed, real_job, real_root
 from strangers import newer_files
 
@@ -17,6 +19,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import main
+from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.events import SaveRequested
@@ -27,6 +30,8 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.disk.job_records import begin_records, put_record
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.views import reading
 
@@ -94,6 +99,23 @@ def test_ls_as_json_has_every_field(tmp_path, capsys):
     assert (first["step"], first["state"], first["attempt"]) == (10, "tracked", "10.e1.a1")
     assert (second["kept_by"], second["ranks"], second["parts"]) == (["latest"], 2, ["state"])
     assert first["bytes"] > 0 and 0 <= first["age_s"] < 600
+
+
+def test_the_metrics_of_each_step_are_told_to_programs_and_people(tmp_path, capsys):
+    """Catches: metrics that no export script can read, or a NaN that strict readers refuse."""
+    manager = Manager(fake_ports(tmp_path), make_config(QUICK))
+    for step, acc in ((10, 0.5), (20, float("nan"))):
+        manager.save(step, weights(step), metrics={"acc": acc}).wait()
+    manager.record_metrics(10, {"val": 2.0})
+    manager.close()
+    found = json.loads(said(capsys, "ls", "--json", "-r", tmp_path), parse_constant=pytest.fail)
+    assert [each["metrics"] for each in found["checkpoints"]] == [
+        {"acc": 0.5, "val": 2.0},
+        {"acc": None},
+    ]
+    shutil.rmtree(tmp_path / "iter_0000010/.ckptfsm")  # the journal has them, too
+    shown = said(capsys, "show", "10", "-r", tmp_path)
+    assert "  metric acc: 0.5\n  metric val: 2\n" in shown
 
 
 def test_ls_of_a_living_root_names_the_owner_and_the_save_in_flight(tmp_path, capsys):
