@@ -14,6 +14,7 @@ from ckptfsm.cli.reading import HERE, Root, opened
 from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
+from ckptfsm.core.metrics import text_of
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import look
 from ckptfsm.views.chrome_trace import chrome_trace
@@ -73,8 +74,6 @@ def export(
             storage.free_bytes(),
             read_records(storage),
         )
-    from ckptfsm.adapters.prometheus import text_of  # here: it takes as long as all the rest
-
     text = text_of(metrics)
     if output is None:
         sys.stdout.write(text)

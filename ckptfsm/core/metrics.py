@@ -5,7 +5,7 @@ Rules: a name has its unit at its end, in seconds or bytes. A name that was rele
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptfsm.core.lifecycle import State
@@ -54,6 +54,26 @@ class Family:
         rows = tuple(({self.label: key}, float(value)) for key, value in sorted(values.items()))
         return Metric(self.name, self.help, rows, self.counter)
 
+
+def text_of(metrics: Sequence[Metric]) -> str:
+    """The text format of Prometheus."""
+    lines: list[str] = []
+    for metric in metrics:
+        kind = "counter" if metric.counter else "gauge"
+        lines += [
+            f"# HELP {metric.shown} {metric.help}",
+            f"# TYPE {metric.shown} {kind}",
+            *(f"{metric.shown}{_labels_of(labels)} {value!r}" for labels, value in metric.values),
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labels_of(labels: Mapping[str, str]) -> str:
+    told = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items())
+    return f"{{{told}}}" if told else ""
+
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 LATEST_STEP = Family("ckptfsm_latest_step", "The newest tracked step.")
 LATEST_BYTES = Family("ckptfsm_latest_bytes", "Bytes of its shards.")

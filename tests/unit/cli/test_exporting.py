@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from real_roots import crashed, real_job, real_root
 
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core import metrics as names
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.retention import LatestN
@@ -159,3 +160,13 @@ def test_jobs_are_counted_by_state(tmp_path, capsys):
     (jobs,) = [f for f in text_string_to_metric_families(text) if f.name == "ckptfsm_jobs"]
     found = {sample.labels["state"]: sample.value for sample in jobs.samples}
     assert found == {"done": 1, "failed": 2}
+
+
+def test_the_text_is_read_as_prometheus_reads_it():
+    """Catches: a name of a state or a reason, from a newer journal, that breaks all metrics."""
+    family = names.Family("ckptfsm_save_failures", "Failed.", "reason", counter=True)
+    odd = {'a"b': 1.0, "c\\n": 2.0, "d\ne": 3e20}
+    text = names.text_of([family.each(odd), names.LATEST_STEP.of(40)])
+    found = parsed(text)
+    assert {labels["reason"]: value for labels, value in found["ckptfsm_save_failures"]} == odd
+    assert found["ckptfsm_latest_step"] == [({}, 40.0)]
