@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.owning import owned
-from ckptfsm.cli.reading import HERE, Root, Step, opened
+from ckptfsm.cli.reading import HERE, REFUSED, Root, Step, opened
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, first_problem
@@ -45,7 +45,6 @@ _TAKEN = "the owner took the request and has not answered: see ckptfsm log"
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
 ]
-REFUSED = 3
 
 
 def add_to(app: typer.Typer) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ckptfsm.adapters.clock import SystemClock
-from ckptfsm.cli.reading import HERE, Root, opened
+from ckptfsm.cli.reading import HERE, Place, Root, opened
 from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
@@ -33,20 +33,23 @@ def add_to(app: typer.Typer) -> None:
 
 def timeline(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
+    place: Place = None,
     root: Root = HERE,
 ) -> None:
     """Draw the life of each checkpoint: one page without scripts, a lane for each attempt."""
+    root = place or root
     with opened(root) as storage:
         lives = read_lives(storage)
     _write(root, output, render_html(lives))
     put([f"{output}: {len(lives)} attempts"])
 
 
-def trace(root: Root = HERE, output: Output = None) -> None:
+def trace(place: Place = None, root: Root = HERE, output: Output = None) -> None:
     """Check the journal against the table of the life cycle; with -o, write a trace for Perfetto.
 
     Exit status 1 if a transition is no row of the table.
     """
+    root = place or root
     with opened(root) as storage:
         look(storage)  # replays the newest segment, move by move
         lives = read_lives(storage)
@@ -60,12 +63,14 @@ def export(
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="The text format of Prometheus.")
     ] = False,
+    place: Place = None,
     root: Root = HERE,
     output: Output = None,
 ) -> None:
     """Print metrics of a root, say for the textfile collector of a node exporter."""
     if not prometheus:
         raise typer.BadParameter("choose a format: --prometheus")
+    root = place or root
     with opened(root) as storage:
         metrics = metrics_of(
             look(storage),

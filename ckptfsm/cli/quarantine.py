@@ -14,7 +14,7 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.changing import REFUSED, Wait, ask
 from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, Json, Root, opened
+from ckptfsm.cli.reading import HERE, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.documents import Asked
@@ -135,9 +135,9 @@ def _tell(decisions: Iterable[Decision]) -> None:
     put(clean(f"{each.subject}: {each.result}, because: {each.why}") for each in decisions)
 
 
-def ls(root: Root = HERE, json: Json = False) -> None:
+def ls(place: Place = None, root: Root = HERE, json: Json = False) -> None:
     """List the directories in quarantine: name, size, and the reason."""
-    with opened(root) as storage:
+    with opened(place or root) as storage:
         lives = {life.attempt: life for life in read_lives(storage)}
         rows = []
         for name in list_names(storage, QUARANTINE):

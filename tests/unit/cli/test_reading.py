@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from signal import SIGINT
@@ -12,7 +13,7 @@ from signal import SIGINT
 import pytest
 from cli_runs import ran, said
 from managers import QUICK, weights
-from real_roots import crashed, real_job, real_root
+from real_roots import TREE, crashed, real_job, real_root
 from strangers import newer_files
 
 from ckptfsm.adapters.clock import SystemClock
@@ -408,15 +409,17 @@ def test_explain_resume_falls_back_as_a_start_does(tmp_path, capsys):
 def test_explain_resume_tells_a_refusal(tmp_path, capsys):
     real_root(tmp_path, 10)
     (tmp_path / "iter_0000010/.metadata").unlink()
-    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    status, told, _ = ran(capsys, "explain", "--resume", "-r", tmp_path)
     assert "A start would be refused" in told and "The way out: ckptfsm doctor" in told
+    assert status == 1
 
 
 def test_explain_resume_of_a_living_root_says_that_a_start_would_be_refused(tmp_path, capsys):
     job = real_job(tmp_path)
     job.save(10)
-    out = said(capsys, "explain", "--resume", "-r", tmp_path)
+    status, out, _ = ran(capsys, "explain", "--resume", "-r", tmp_path)
     assert "refused: its owner lives" in out and "would resume from step 10" in out
+    assert status == 3
     job.close()
 
 
@@ -453,6 +456,34 @@ def test_F32_reading_changes_nothing(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "command",
+    (
+        ("ls",),
+        ("show", "20"),
+        ("tree",),
+        ("log",),
+        ("explain", "20"),
+        ("explain", "--resume"),
+        ("doctor",),
+        ("verify", "20"),
+        ("verify",),
+        ("trace",),
+        ("export", "--prometheus"),
+        ("quarantine", "ls"),
+    ),
+)
+def test_the_root_may_be_the_last_argument(command, tmp_path, capsys, monkeypatch):
+    """Catches: a command that takes the root of the environment, though another one is named."""
+    root = real_root(tmp_path / "root", 10, 20, parts=TREE)
+    monkeypatch.setenv("CKPTFSM_ROOT", str(real_root(tmp_path / "other", 1)))
+    named = said(capsys, *command, "-r", root)
+    numbers = re.compile(r"[\d.]+ (ms|MiB|s)\b|_(free|latest_age|latest_state)\S* \S+")
+    assert numbers.sub("", said(capsys, *command, root)) == numbers.sub("", named)
+    status, _, err = ran(capsys, *command, root, "-r", tmp_path / "other")
+    assert status == 2 and "the root" in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "status", "words"),
     (
         (("ls", "-r", "{root}/none"), 2, "the root does not exist"),
@@ -481,5 +512,6 @@ def test_a_damaged_journal_is_told_with_its_file(tmp_path, capsys):
     segment.write_bytes(data)
     status, _, err = ran(capsys, "ls", "-r", tmp_path)
     assert status == 1 and "000001.ndjson" in err
-    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    status, told, _ = ran(capsys, "explain", "--resume", "-r", tmp_path)
+    assert status == 1
     assert told.startswith("A start would be refused: journal damaged") and "ckptfsm doctor" in told
