@@ -17,6 +17,7 @@ from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
 from ckptfsm.core.metrics import text_of
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import look
+from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.chrome_trace import chrome_trace
 from ckptfsm.views.metrics import metrics_of
 from ckptfsm.views.picture import render_html
@@ -72,12 +73,14 @@ def export(
         raise typer.BadParameter("choose a format: --prometheus")
     root = place or root
     with opened(root) as storage:
+        overview = look(storage)
         metrics = metrics_of(
-            look(storage),
+            overview,
             read_lives(storage),
             SystemClock().unix(),
             storage.free_bytes(),
             read_records(storage),
+            adopted_contents(storage, overview),
         )
     text = text_of(metrics)
     if output is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 from ckptfsm.core.documents import JobRecord, JobState
@@ -13,6 +14,7 @@ from ckptfsm.core.explaining import RETENTION, kept_by
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
+from ckptfsm.views.adopted import Contents
 from ckptfsm.views.timeline import clean, clip, format_bytes, format_duration, parse_time
 
 UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
@@ -27,7 +29,8 @@ _MIN_LAST = 8
 class Row:
     """A checkpoint in a list. ``age_s``: seconds since it entered its state, None if not known.
 
-    ``bytes`` is the size of its shards. ``metrics`` are those of its save, and those that came later.
+    An adopted checkpoint is as old as its manifest says. ``bytes`` is the size of its shards, or of
+    all files of an adopted one. ``metrics`` are those of its save, and those that came later.
     A directory that no journal explains has the state ``unknown`` and no attempt.
     """
 
@@ -49,10 +52,12 @@ def rows_of(
     since: Mapping[AttemptId, str],
     now: float,
     jobs: Sequence[JobRecord] = (),
+    adopted: Mapping[AttemptId, Contents] = MappingProxyType({}),
 ) -> list[Row]:
     """The rows of a root, oldest step first. ``since``: when each attempt entered its state.
 
-    ``now`` is in seconds since 1970. ``jobs`` are the records of jobs.
+    ``now`` is in seconds since 1970. ``jobs`` are the records of jobs. ``adopted``: what the
+    directories of adopted checkpoints tell.
     """
     told: dict[AttemptId, tuple[str, ...]] = {}
     for record in sorted(jobs, key=lambda each: each.job):
@@ -62,6 +67,8 @@ def rows_of(
     rows = []
     for of, checkpoint in overview.ledger.checkpoints.items():
         row = _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ()))
+        if (told_by_files := adopted.get(of)) is not None:
+            row = _with_contents(row, told_by_files, now)
         rule = rules.get(row.step, "") if row.kept_by == (RETENTION,) else ""
         note = ", ".join(filter(None, (rule, row.note)))
         rows.append(replace(row, note=note, jobs=told.get(of, ())))
@@ -105,6 +112,13 @@ def _row(
         _note(overview, checkpoint),
         metrics=dict(checkpoint.metrics),
     )
+
+
+def _with_contents(row: Row, told: Contents, now: float) -> Row:
+    """The row of an adopted checkpoint, as old as its files where these tell when they were written."""
+    written = _age(told.written_at, now)
+    age_s = row.age_s if written is None else written
+    return replace(row, bytes=told.bytes, parts=told.parts, age_s=age_s)
 
 
 def _note(overview: Overview, checkpoint: Checkpoint) -> str:
