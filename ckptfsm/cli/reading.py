@@ -21,6 +21,7 @@ from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import Overview, look
+from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
 from ckptfsm.views.reading import entered_at, read_lives
@@ -50,6 +51,7 @@ Place = Annotated[
 ]
 RUNBOOK = "ckptfsm runbook "
 _AROUND = 4  # lines of a list that are no rows, beside the first, and the line of the cursor
+_ENTRIES = 20  # of one directory of a tree on a terminal
 _WAY_OUT = "The way out: ckptfsm doctor"
 _LONGEST_S = 1e6  # of a sleep
 BROKEN, REFUSED = 1, 3  # exit statuses, see ckptfsm.cli.app
@@ -105,7 +107,8 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     overview = look(storage)
     jobs = read_records(storage)
     since = entered_at(storage, overview.history)
-    rows = rows_of(overview, since, SystemClock().unix(), jobs)
+    adopted = adopted_contents(storage, overview)
+    rows = rows_of(overview, since, SystemClock().unix(), jobs, adopted)
     if as_data:
         put_json(
             {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}
@@ -138,7 +141,8 @@ def show(step: Step, place: Place = None, root: Root = HERE) -> None:
 def tree(place: Place = None, root: Root = HERE) -> None:
     """Show the directories of a root, with the meaning of each."""
     with opened(place or root) as storage:
-        put(tree_lines(storage, look(storage)))
+        most = _ENTRIES if console().is_terminal else None
+        put(tree_lines(storage, look(storage), most))
 
 
 def log(

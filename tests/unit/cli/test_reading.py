@@ -82,7 +82,13 @@ def test_the_rule_that_keeps_a_step_is_named(tmp_path, capsys, alive):
 
 
 def test_ls_watch_shows_the_newest_that_fit_on_the_screen(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LINES", "8")
+    for name, value in (
+        ("LINES", "8"),
+        ("COLUMNS", "200"),
+        ("FORCE_COLOR", "1"),
+        ("NO_COLOR", "1"),
+    ):
+        monkeypatch.setenv(name, value)
     real_root(tmp_path, *range(10, 80, 10))
     monkeypatch.setattr(
         "ckptfsm.cli.reading.time.sleep", lambda seconds: os.kill(os.getpid(), SIGINT)
@@ -136,15 +142,27 @@ def test_ls_names_a_directory_that_no_journal_explains(tmp_path, capsys):
     assert "99  unknown" in out and "ckptfsm doctor" in out
 
 
-def test_ls_prints_no_control_characters_and_keeps_to_the_width(tmp_path, capsys, monkeypatch):
-    """Catches: a pin's reason that moves the cursor or breaks the table of a person at night."""
+def test_a_terminal_gets_lines_of_its_width_and_a_pipe_whole_ones(tmp_path, capsys, monkeypatch):
+    """Catches: a pin's reason that moves the cursor or breaks the table, and one that a script reads
+    cut off, because a pipe has no width.
+    """
+    reason = "\x1b[31mred\x07" + "long " * 40
     job = real_job(tmp_path)
     job.save(10)
-    job.coordinator.pin(10, "\x1b[31mred\x07" + "long " * 40)
+    job.coordinator.pin(10, reason)
     job.close()
+    for number in range(30):
+        (tmp_path / f".ckptfsm/quarantine/left-{number}").mkdir()
+    monkeypatch.setenv("COLUMNS", "60")
+    whole = said(capsys, "ls", "-r", tmp_path)
+    assert "\x1b" not in whole and "\x07" not in whole and whole.count("long") == 40
+    assert "      left-29\n" in said(capsys, "tree", "-r", tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
     out = said(capsys, "ls", "-r", tmp_path)
     assert "\x1b" not in out and "\x07" not in out
-    assert max(map(len, out.splitlines()[2:])) <= 80
+    assert max(map(len, out.splitlines()[2:])) <= 60
+    assert "and 10 more" in said(capsys, "tree", "-r", tmp_path)
 
 
 def test_a_root_of_verl_is_recognised_by_its_step_0(tmp_path, capsys):
@@ -189,8 +207,11 @@ def test_ls_show_and_tree_tell_the_states_of_jobs(tmp_path, capsys, monkeypatch)
         (AttemptId(5, 1, 9), "export", JobState.MISSED, 0, "its checkpoint was pruned"),
         (AttemptId(4, 1, 8), "export", JobState.DONE, 1, ""),
     )
-    narrow = said(capsys, "ls", "-r", tmp_path).splitlines()[2:5]
-    assert max(map(len, narrow)) <= 80 and "export: done" in narrow[1]
+    with monkeypatch.context() as terminal:
+        for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
+            terminal.setenv(name, value)
+        narrow = said(capsys, "ls", "-r", tmp_path).splitlines()[-5:]
+    assert max(map(len, narrow[:3])) <= 80 and "export: done" in "".join(narrow[:3])
     monkeypatch.setenv("COLUMNS", "120")
     head, ten, twenty, missed = said(capsys, "ls", "-r", tmp_path).splitlines()[2:]
     assert head.split()[5:] == ["PARTS", "JOBS", "KEPT", "BY"]
