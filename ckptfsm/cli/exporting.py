@@ -22,6 +22,7 @@ from ckptfsm.views.chrome_trace import chrome_trace
 from ckptfsm.views.metrics import metrics_of
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
+from ckptfsm.views.timeline import clean
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")]
 
@@ -82,7 +83,7 @@ def export(
             read_records(storage),
             adopted_contents(storage, overview),
         )
-    text = text_of(metrics)
+    text = text_of(metrics, {"root": clean(overview.root)})
     if output is None:
         sys.stdout.write(text)
     else:

@@ -17,6 +17,16 @@ from ckptfsm.views.adopted import Contents
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import parse_time, place
 
+# A root that nobody has opened, or whose owner cannot be read, is in none of these states.
+_OWNER: Mapping[Ownership, str] = MappingProxyType(
+    {
+        Ownership.LIVES: "alive",
+        Ownership.RELEASED: "closed",
+        Ownership.ENDED: "crashed",
+        Ownership.ELSEWHERE: "elsewhere",
+    }
+)
+
 
 def metrics_of(
     overview: Overview,
@@ -36,6 +46,9 @@ def metrics_of(
     found = [
         names.FREE_BYTES.of(free_bytes),
         names.OWNER_ALIVE.of(overview.owner.ownership is Ownership.LIVES),
+        names.OWNER_STATE.each(
+            {state: overview.owner.ownership is each for each, state in _OWNER.items()}
+        ),
         names.CHECKPOINTS.each(states),
         names.FAILURES.each(failures),
         names.JOBS.each(Counter(job.state.value for job in jobs)),

@@ -338,11 +338,15 @@ def test_a_file_for_monitoring_asks_for_metrics_that_are_documented(name):
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_prometheus_takes_the_rules():
-    """Catches: a rule with a wrong expression, which Prometheus refuses with all others."""
-    rules = DOCS / "grafana/alerts.yml"
-    judged = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
-    assert judged.returncode == 0 and "3 rules found" in judged.stdout, judged.stderr
+def test_prometheus_takes_the_rules_and_fires_them(tmp_path):
+    """Catches: a wrong expression, for which Prometheus refuses all rules, and an alert that is silent
+    once the job has crashed.
+    """
+    for name in (DOCS / "grafana/alerts.yml", Path(__file__).with_name("alerts_test.yml")):
+        shutil.copy(name, tmp_path)
+    for asked in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        judged = subprocess.run(["promtool", *asked], capture_output=True, text=True, cwd=tmp_path)
+        assert judged.returncode == 0, judged.stdout + judged.stderr
 
 
 def test_every_setting_is_in_the_reference_with_its_meaning():
