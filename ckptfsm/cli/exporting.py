@@ -41,8 +41,8 @@ def timeline(
     """Draw the life of each checkpoint: one page without scripts, a lane for each attempt."""
     root = place or root
     with opened(root) as storage:
-        lives = read_lives(storage)
-    _write(root, output, render_html(lives))
+        lives, name = read_lives(storage), storage.root
+    _write(root, output, render_html(lives, name))
     put([f"{output}: {len(lives)} attempts"])
 
 
