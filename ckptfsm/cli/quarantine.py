@@ -12,9 +12,9 @@ import typer
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.cli.changing import REFUSED, Wait, ask
+from ckptfsm.cli.changing import Wait, ask
 from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, Json, Place, Root, opened
+from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.documents import Asked

@@ -31,8 +31,8 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.overview import layout_of_names, look
+from ckptfsm.disk.pickle_stubs import METADATA
 from ckptfsm.disk.pieces import Piece
-from ckptfsm.disk.stock import METADATA
 from ckptfsm.disk.verification import (
     Choose,
     Verdict,

@@ -31,7 +31,7 @@ class Contents:
 
 
 def adopted_contents(storage: Storage, overview: Overview) -> Mapping[AttemptId, Contents]:
-    """What the directories of the adopted checkpoints tell. One that cannot be read is left out."""
+    """The contents of the adopted checkpoints; without those whose directory cannot be read."""
     found = {}
     for of, checkpoint in overview.ledger.checkpoints.items():
         if checkpoint.provenance == "adopted" and checkpoint.state is State.TRACKED:
