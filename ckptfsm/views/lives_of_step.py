@@ -10,6 +10,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.overview import Overview
+from ckptfsm.disk.verification import strangers_in
 from ckptfsm.views.listing import state_of_job
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import clean, describe_end, format_bytes, format_duration, place
@@ -63,4 +64,5 @@ def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
     return [
         f"at {name}: {len(manifest.files)} files, {format_bytes(total)}, attempt {manifest.of}",
         f"  parts: {parts}",
+        *(f"  not of this checkpoint: {each}" for each in strangers_in(storage, name, manifest)),
     ]

@@ -466,11 +466,15 @@ def test_explain_resume_says_that_an_owner_on_another_host_may_live(tmp_path, ca
         ("explain", "20"),
         ("explain", "--resume"),
         ("doctor",),
+        ("verify", "--all"),
+        ("trace",),
+        ("export", "--prometheus"),
+        ("quarantine", "ls"),
     ),
 )
 def test_F32_reading_changes_nothing(command, tmp_path, capsys):
     """Catches: a command that takes a lock, an epoch or a temporary file of a root that others own."""
-    real_root(tmp_path, 10, 20)
+    real_root(tmp_path, 10, 20, parts=TREE)
     before = files_of(tmp_path)
     said(capsys, *command, "-r", tmp_path)
     assert files_of(tmp_path) == before

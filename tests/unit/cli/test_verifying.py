@@ -231,3 +231,4 @@ def test_files_of_strangers_in_a_checkpoint_are_told(root, capsys):
     out = said(capsys, "verify", "-r", root)
     assert "  not of this checkpoint: hf/config.json\n" in out
     assert "  not of this checkpoint: notes.txt\n" in out
+    assert "  not of this checkpoint: notes.txt\n" in said(capsys, "show", "20", "-r", root)
