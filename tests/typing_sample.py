@@ -127,6 +127,11 @@ def look_after(manager: CheckpointManager) -> list[int]:
     preempted: bool = manager.preempted
     size: tuple[int, int] = (manager.rank, manager.world_size)
     steps: list[int] = manager.all_steps()
+    best: int | None = manager.best_step("accuracy", "max")
+    if best is not None:
+        measured: dict[str, float] = manager.metrics(best)
+        where: Path = manager.path(best)
+        print(measured, where)
     manager.close()
     return steps if not preempted else [*steps, *size]
 

@@ -75,7 +75,7 @@ def open_line() -> ProgressLine | None:
     """A line on standard error; None without rich, and where that is no terminal with a cursor."""
     try:
         from rich.console import Console
-    except ImportError:  # it comes with ckptfsm[cli]
+    except ImportError:  # installed without what it depends on: training goes on
         return None
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     if not console.file.isatty() or not console.is_terminal or console.is_dumb_terminal:

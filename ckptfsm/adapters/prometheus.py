@@ -1,23 +1,15 @@
-"""Metrics for prometheus_client: as families of a registry, and as text."""
+"""Metrics for prometheus_client: as families of a registry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from ckptfsm.core.metrics import Family, Metric
 
 _PrometheusFamily = GaugeMetricFamily | CounterMetricFamily
-
-
-def text_of(metrics: Sequence[Metric]) -> str:
-    """The text format of Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(MetricCollector(lambda: metrics))
-    return generate_latest(registry).decode()
 
 
 class MetricCollector(Collector):

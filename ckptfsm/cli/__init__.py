@@ -1,11 +1,9 @@
-"""The command line: ``ckptfsm --help``. Needs the extra ``ckptfsm[cli]``, and no torch."""
+"""The command line: ``ckptfsm --help``. Comes with every installation, and needs no torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-
-_WAY_OUT = "the command line needs typer, rich and prometheus-client: pip install 'ckptfsm[cli]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,10 +12,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ckptfsm.cli.app import run
 
         return run(sys.argv[1:] if arguments is None else arguments)
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "prometheus_client"):
+    except ModuleNotFoundError as error:  # installed without what it depends on
+        if error.name not in ("typer", "rich"):
             raise
-        sys.stderr.write(f"error: {_WAY_OUT}\n")
+        sys.stderr.write(f"error: {error.name} is missing: pip install typer rich\n")
         return 2
     except KeyboardInterrupt:  # while the command is made ready
         return 130

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.owning import owned
-from ckptfsm.cli.reading import HERE, Root, Step, opened
+from ckptfsm.cli.reading import HERE, REFUSED, Root, Step, opened
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, first_problem
@@ -45,7 +45,6 @@ _TAKEN = "the owner took the request and has not answered: see ckptfsm log"
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
 ]
-REFUSED = 3
 
 
 def add_to(app: typer.Typer) -> None:
@@ -213,17 +212,25 @@ def ask(root: Path, wait_s: float, errand: Callable[..., Asked]) -> None:
         asked = errand(nonce=uuid.uuid4().hex, epoch=epoch, by=by)
     except ValidationError as error:
         raise ConfigError(first_problem(error)) from error
-    if not overview.owner.may_live:
-        with owned(root) as (coordinator, _):
-            put([clean(carry_out(coordinator, asked))])
-        return
-    answered = _answer_of_owner(root, overview, asked, wait_s)
-    put([clean(answered.words)])
-    if answered.kind:
-        raise typer.Exit(REFUSED)
+    if overview.owner.may_live:
+        answered = _answer_of_owner(root, overview, asked, wait_s)
+        if answered is not None:
+            put([clean(answered.words)])
+            if answered.kind:
+                raise typer.Exit(REFUSED)
+            return
+        if asked.errand == "prune":  # by the policy of the trainer, which has left
+            raise ConfigError(
+                "the owner left: give --keep-latest or --keep-every", root=overview.root
+            )
+    with owned(root) as (coordinator, _):
+        put([clean(carry_out(coordinator, asked))])
 
 
-def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float) -> Answered:
+def _answer_of_owner(
+    root: Path, overview: Overview, asked: Asked, wait_s: float
+) -> Answered | None:
+    """The owner's answer; None if it gave the root back or ended, and had not taken the request."""
     storage = PosixStorage(root, create=False)
     try:
         try:
@@ -236,6 +243,8 @@ def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float
         if answered is not None:
             return answered
         if take_back(storage, asked.nonce):
+            if not owner_of(storage).may_live:  # it closed meanwhile, say
+                return None
             raise RootBusy(
                 f"no answer, and the request was taken back: {owner_of(storage)}",
                 root=overview.root,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Root, opened
+from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
 from ckptfsm.core.findings import Finding, Severity, examine
@@ -27,6 +27,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def doctor(
+    place: Place = None,
     root: Root = HERE,
     fix: Annotated[bool, typer.Option("--fix", help="Repair what a start would repair.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --fix: do not ask.")] = False,
@@ -37,6 +38,7 @@ def doctor(
 
     --fix opens the root as a start does, and closes it. No complete checkpoint is deleted.
     """
+    root = place or root
     with opened(root) as storage:
         found = findings_of(storage)
         if fix and any(each.severity is not Severity.NOTE for each in found):
@@ -88,7 +90,7 @@ def lines_of(found: list[Finding]) -> list[str]:
         lines.append(f"{each.severity.value}: {each.words}")
         if each.remedy:
             lines.append(f"    do: {each.remedy}")
-        lines.append(f"    see: {RUNBOOK}{each.code}.md")
+        lines.append(f"    see: {RUNBOOK}{each.code}")
     return [clean(line) for line in lines]
 
 

@@ -10,16 +10,19 @@ from typing import Annotated
 import typer
 
 from ckptfsm.adapters.clock import SystemClock
-from ckptfsm.cli.reading import HERE, Root, opened
+from ckptfsm.cli.reading import HERE, Place, Root, opened
 from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
+from ckptfsm.core.metrics import text_of
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import look
+from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.chrome_trace import chrome_trace
 from ckptfsm.views.metrics import metrics_of
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
+from ckptfsm.views.timeline import clean
 
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")]
 
@@ -32,20 +35,23 @@ def add_to(app: typer.Typer) -> None:
 
 def timeline(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
+    place: Place = None,
     root: Root = HERE,
 ) -> None:
     """Draw the life of each checkpoint: one page without scripts, a lane for each attempt."""
+    root = place or root
     with opened(root) as storage:
-        lives = read_lives(storage)
-    _write(root, output, render_html(lives))
+        lives, name = read_lives(storage), storage.root
+    _write(root, output, render_html(lives, name))
     put([f"{output}: {len(lives)} attempts"])
 
 
-def trace(root: Root = HERE, output: Output = None) -> None:
+def trace(place: Place = None, root: Root = HERE, output: Output = None) -> None:
     """Check the journal against the table of the life cycle; with -o, write a trace for Perfetto.
 
     Exit status 1 if a transition is no row of the table.
     """
+    root = place or root
     with opened(root) as storage:
         look(storage)  # replays the newest segment, move by move
         lives = read_lives(storage)
@@ -59,23 +65,25 @@ def export(
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="The text format of Prometheus.")
     ] = False,
+    place: Place = None,
     root: Root = HERE,
     output: Output = None,
 ) -> None:
     """Print metrics of a root, say for the textfile collector of a node exporter."""
     if not prometheus:
         raise typer.BadParameter("choose a format: --prometheus")
+    root = place or root
     with opened(root) as storage:
+        overview = look(storage)
         metrics = metrics_of(
-            look(storage),
+            overview,
             read_lives(storage),
             SystemClock().unix(),
             storage.free_bytes(),
             read_records(storage),
+            adopted_contents(storage, overview),
         )
-    from ckptfsm.adapters.prometheus import text_of  # here: it takes as long as all the rest
-
-    text = text_of(metrics)
+    text = text_of(metrics, {"root": clean(overview.root)})
     if output is None:
         sys.stdout.write(text)
     else:

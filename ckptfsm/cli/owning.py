@@ -15,6 +15,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.errors import RootBusy
 from ckptfsm.core.evidence import Ownership
+from ckptfsm.core.layout import Layout
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.disk.overview import look, owner_of
 
@@ -24,11 +25,13 @@ OwnerEnded = Annotated[
 
 
 @contextmanager
-def owned(root: Path, *, ended: bool = False) -> Iterator[tuple[Coordinator, RecoveryReport]]:
+def owned(
+    root: Path, *, ended: bool = False, layout: Layout | None = None
+) -> Iterator[tuple[Coordinator, RecoveryReport]]:
     """Open a root with recovery, and close it in order. Retention keeps everything meanwhile.
 
     ``ended``: a person knows that an owner on another host has ended. Where the disk has no locks, a
-    living one would be fenced.
+    living one would be fenced. ``layout``: that of a root to be made in an empty directory.
 
     Raises ``RootBusy`` if the owner lives, or may live on another host, and ``ConfigError`` if only a
     trainer can complete a save.
@@ -47,7 +50,7 @@ def owned(root: Path, *, ended: bool = False) -> Iterator[tuple[Coordinator, Rec
             storage,
             clock=SystemClock(),
             identity=this_process(),
-            options=CoordinatorOptions(layout=look(storage).layout, root_wait_s=0.0),
+            options=CoordinatorOptions(layout=layout or look(storage).layout, root_wait_s=0.0),
             finishers={},
             provenance={},
         )

@@ -12,9 +12,9 @@ import typer
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.cli.changing import REFUSED, Wait, ask
+from ckptfsm.cli.changing import Wait, ask
 from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, Json, Root, opened
+from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.documents import Asked
@@ -24,7 +24,7 @@ from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.disk.durable import each_file, list_names, lookup
-from ckptfsm.disk.overview import look
+from ckptfsm.disk.overview import layout_of_names, look
 from ckptfsm.views.reading import read_lives
 from ckptfsm.views.timeline import clean, describe_end, format_bytes
 
@@ -56,9 +56,15 @@ def adopt(
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
 
     A directory outside of the root is moved into the root, but none of another root. No owner may live.
+    A root that is missing or empty is made.
     """
-    with opened(root) as storage:
-        layout, at = look(storage).layout, Path(storage.root).resolve()
+    at = root.resolve()
+    makes = not root.exists() or (root.is_dir() and not any(root.iterdir()))
+    if makes:
+        layout = layout_of_names([directory.name])
+    else:
+        with opened(root) as storage:
+            layout = look(storage).layout
     given = directory if directory.is_absolute() or directory.exists() else at / directory
     found = step if step is not None else layout.parse_published(given.name)
     if found is None:
@@ -71,9 +77,11 @@ def adopt(
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
-        _start(root, owner_ended)
         with opened(given.parent) as storage:
             judge(storage, layout, given.name, found)
+        if makes:
+            _make(root, layout)
+        _start(root, owner_ended)
         given.rename(at / source)
     try:
         _take_into_service(root, source, found)
@@ -98,8 +106,16 @@ def _refuse_outside(given: Path, inside: Path, name: Path) -> None:
         raise ConfigError(
             f"another root has it: copy it to {inside}, and adopt that", file=str(given)
         )
-    if given.stat().st_dev != inside.parent.stat().st_dev or os.path.lexists(inside):
+    above = next(each for each in inside.parents if each.exists())
+    if given.stat().st_dev != above.stat().st_dev or os.path.lexists(inside):
         raise ConfigError(f"copy it to {inside} first, and adopt that", file=str(given))
+
+
+def _make(root: Path, layout: Layout) -> None:
+    """Make a root without a checkpoint. After a crash it is empty, or such a root."""
+    PosixStorage(root).close_root()
+    with owned(root, layout=layout):
+        put([clean(f"a new root: {root}")])
 
 
 def _start(root: Path, owner_ended: bool) -> None:
@@ -135,9 +151,9 @@ def _tell(decisions: Iterable[Decision]) -> None:
     put(clean(f"{each.subject}: {each.result}, because: {each.why}") for each in decisions)
 
 
-def ls(root: Root = HERE, json: Json = False) -> None:
+def ls(place: Place = None, root: Root = HERE, json: Json = False) -> None:
     """List the directories in quarantine: name, size, and the reason."""
-    with opened(root) as storage:
+    with opened(place or root) as storage:
         lives = {life.attempt: life for life in read_lives(storage)}
         rows = []
         for name in list_names(storage, QUARANTINE):

@@ -21,6 +21,7 @@ from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import Overview, look
+from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
 from ckptfsm.views.reading import entered_at, read_lives
@@ -35,10 +36,25 @@ Root = Annotated[
     ),
 ]
 HERE = Path()
-RUNBOOK = "docs/runbook/"
+
+
+def _only_root(ctx: typer.Context, place: Path | None) -> Path | None:
+    """Refuse a root that is named twice. Options that are given come before arguments."""
+    if place is not None and "root" in ctx.params:
+        raise typer.BadParameter("name the root once: as ROOT, or with -r")
+    return place
+
+
+Place = Annotated[
+    Path | None,
+    typer.Argument(metavar="[ROOT]", help="The root, as -r names it.", callback=_only_root),
+]
+RUNBOOK = "ckptfsm runbook "
 _AROUND = 4  # lines of a list that are no rows, beside the first, and the line of the cursor
+_ENTRIES = 20  # of one directory of a tree on a terminal
 _WAY_OUT = "The way out: ckptfsm doctor"
 _LONGEST_S = 1e6  # of a sleep
+BROKEN, REFUSED = 1, 3  # exit statuses, see ckptfsm.cli.app
 Step = Annotated[int, typer.Argument(help="The step of a checkpoint.", min=0, max=MAX_STEP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -66,6 +82,7 @@ def opened(root: Path) -> Iterator[Storage]:
 
 
 def ls(
+    place: Place = None,
     root: Root = HERE,
     json: Json = False,
     watch: Annotated[
@@ -74,7 +91,7 @@ def ls(
     ] = None,
 ) -> None:
     """List the checkpoints: step, state, age, size, and what keeps each."""
-    with opened(root) as storage:
+    with opened(place or root) as storage:
         if watch is None:
             _list(storage, json)
             return
@@ -90,7 +107,8 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     overview = look(storage)
     jobs = read_records(storage)
     since = entered_at(storage, overview.history)
-    rows = rows_of(overview, since, SystemClock().unix(), jobs)
+    adopted = adopted_contents(storage, overview)
+    rows = rows_of(overview, since, SystemClock().unix(), jobs, adopted)
     if as_data:
         put_json(
             {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}
@@ -110,9 +128,9 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
         put(missed_lines(overview, jobs))
 
 
-def show(step: Step, root: Root = HERE) -> None:
+def show(step: Step, place: Place = None, root: Root = HERE) -> None:
     """Show every attempt at a step: its states, their times, its parts, its end."""
-    with opened(root) as storage:
+    with opened(place or root) as storage:
         lives = [life for life in read_lives(storage) if life.step == step]
         if not lives:
             raise StepNotFoundError(f"the journal names no step {step}", step=step)
@@ -120,19 +138,21 @@ def show(step: Step, root: Root = HERE) -> None:
         put(lines_of_step(storage, look(storage), lives, jobs))
 
 
-def tree(root: Root = HERE) -> None:
+def tree(place: Place = None, root: Root = HERE) -> None:
     """Show the directories of a root, with the meaning of each."""
-    with opened(root) as storage:
-        put(tree_lines(storage, look(storage)))
+    with opened(place or root) as storage:
+        most = _ENTRIES if console().is_terminal else None
+        put(tree_lines(storage, look(storage), most))
 
 
 def log(
+    place: Place = None,
     root: Root = HERE,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as records come.")] = False,
     step: Annotated[int | None, typer.Option(help="Only the records of this step.")] = None,
 ) -> None:
     """Print the journal as sentences, oldest first."""
-    with opened(root) as storage:
+    with opened(place or root) as storage:
         tail = Tail(storage, step)
         put(tail.new_lines())
         while follow:
@@ -141,21 +161,39 @@ def log(
 
 
 def explain_command(
-    step: Annotated[int | None, typer.Argument(help="The step of a checkpoint.")] = None,
+    ctx: typer.Context,
+    what: Annotated[
+        str, typer.Argument(metavar="[STEP]", help="The step of a checkpoint; with --resume: ROOT.")
+    ] = "",
+    place: Place = None,
     root: Root = HERE,
     resume: Annotated[bool, typer.Option("--resume", help="Explain a start of the job.")] = False,
 ) -> None:
     """Explain a checkpoint: why it is kept, whether it is the latest, when it may go.
 
-    With --resume: the step that a start of the job would resume from now, and why.
+    With --resume: the step that a start of the job would resume from now, and why. Exit status 1 if a
+    start would be refused, and 3 if it would be refused only because the owner lives.
     """
+    step, root = step_or_root(ctx, what, place or root)
     if (step is None) is not resume:
         raise typer.BadParameter("give a step, or --resume")
     with opened(root) as storage:
-        if step is None:
-            put(map(clean, _explain_resume(storage)))
-        else:
+        if step is not None:
             put(map(clean, _explain_step(storage, look(storage), step)))
+            return
+        lines, status = _explain_resume(storage)
+        put(map(clean, lines))
+        raise typer.Exit(status)
+
+
+def step_or_root(ctx: typer.Context, what: str, root: Path) -> tuple[int | None, Path]:
+    """The step and the root of a command that needs no step. A number is a step, other text a root."""
+    if what.isdecimal() or not what:
+        return (int(what) if what else None), root
+    source = ctx.get_parameter_source("root")
+    if ctx.params["place"] is not None or (source is not None and source.name == "COMMANDLINE"):
+        raise typer.BadParameter(f"{clean(what)} is no step, and the root is named already")
+    return None, Path(what)
 
 
 def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
@@ -184,21 +222,26 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
     return lines
 
 
-def _explain_resume(storage: Storage) -> list[str]:
-    """The decisions of a start, made by the function that a start uses; nothing is carried out."""
+def _explain_resume(storage: Storage) -> tuple[list[str], int]:
+    """The decisions of a start, made by the function that a start uses, and the exit status.
+
+    Nothing is carried out.
+    """
     from ckptfsm.disk.situation import decide_start, gathered  # here: a list needs no plans
 
-    lines = []
+    lines, status = [], 0
     try:
         overview = look(storage)
     except JournalCorrupt as error:
-        return [f"A start would be refused: {error.summary()}", _WAY_OUT]
+        return [f"A start would be refused: {error.summary()}", _WAY_OUT], BROKEN
     if overview.owner.ownership is Ownership.LIVES:
         lines = [f"A start would be refused: {overview.owner}.", "If that process ended now:"]
+        status = REFUSED
     elif overview.owner.ownership is Ownership.ELSEWHERE:
         lines = [f"This holds if the owner has ended: {overview.owner}."]
     evidence = gathered(storage, overview)
     decided = decide_start(overview, evidence)
     if isinstance(decided, DamagedRoot):
-        return [*lines, f"A start would be refused: {decided.message}", _WAY_OUT]
-    return lines + explain_plan(decided, overview.history.intent, release=evidence.release)
+        return [*lines, f"A start would be refused: {decided.message}", _WAY_OUT], BROKEN
+    told = explain_plan(decided, overview.history.intent, release=evidence.release)
+    return lines + told, status

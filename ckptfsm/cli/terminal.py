@@ -37,6 +37,8 @@ _KNOWN = re.compile(rf"\b(?:{'|'.join(STYLES)})\b")
 class Console:
     """Standard output. Without a terminal, or with NO_COLOR, there is no colour.
 
+    A pipe has no end of a line and no last line, so nothing is cut for it.
+
     FORCE_COLOR stands for a terminal, as other programs take it.
     """
 
@@ -45,7 +47,8 @@ class Console:
         dumb = os.environ.get("TERM") in ("dumb", "unknown") and not forced
         self.is_terminal = forced or sys.stdout.isatty()
         self.no_color = bool(os.environ.get("NO_COLOR")) or dumb
-        self.width, self.height = shutil.get_terminal_size()
+        size = shutil.get_terminal_size()
+        self.width, self.height = size if self.is_terminal else (sys.maxsize, sys.maxsize)
 
     def clear(self) -> None:
         """Begin a new screen, if there is a terminal."""
@@ -98,5 +101,6 @@ def say_error(error: Exception) -> None:
     """Print an error on standard error: as one line, which a terminal shows folded."""
     words = str(error) if isinstance(error, CkptFsmError) else describe(error)
     line = f"error: {clean(words)}"
-    lines = folded(line, console().width) if sys.stderr.isatty() else [line]
+    width = shutil.get_terminal_size().columns  # standard output may be a pipe
+    lines = folded(line, width) if sys.stderr.isatty() else [line]
     sys.stderr.write("".join(f"{each}\n" for each in lines))

@@ -6,8 +6,9 @@ import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,15 +22,24 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Root, opened
+from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened, step_or_root
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import StepNotFoundError
+from ckptfsm.core.errors import JournalCorrupt, StepNotFoundError
+from ckptfsm.core.layout import JOURNAL, LAYOUTS, MANIFEST, TRACKER, Layout
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.overview import Overview, look
+from ckptfsm.disk.durable import list_names
+from ckptfsm.disk.overview import layout_of_names, look
+from ckptfsm.disk.pickle_stubs import METADATA
 from ckptfsm.disk.pieces import Piece
-from ckptfsm.disk.verification import Choose, Verdict, everything, verify_step
+from ckptfsm.disk.verification import (
+    Choose,
+    Verdict,
+    everything,
+    verify_directory,
+    verify_step,
+)
 from ckptfsm.views.timeline import clean, format_bytes, format_duration
 
 
@@ -38,7 +48,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 def verify(
-    step: Annotated[int | None, typer.Argument(help="A step; the latest if left out.")] = None,
+    ctx: typer.Context,
+    what: Annotated[
+        str,
+        typer.Argument(metavar="[STEP | DIR]", help="A step, or a copy; the latest if left out."),
+    ] = "",
+    place: Place = None,
     root: Root = HERE,
     everything_tracked: Annotated[
         bool, typer.Option("--all", help="Every tracked checkpoint, the newest first.")
@@ -50,28 +65,95 @@ def verify(
 ) -> None:
     """Compare checkpoints with their manifests: names, sizes, digests, and the form of the metadata.
 
-    Exit status 1 if one is damaged.
+    DIR is a root, or the directory of one checkpoint, also a copy far from its root. Exit status 1 if
+    one is damaged, or the journal of the root.
     """
     share = _share(read_data_subset)
-    verdicts: list[Verdict] = []
+    step, root = step_or_root(ctx, what, place or root)
     if step is not None and everything_tracked:
         raise typer.BadParameter("give a step, or --all")
+    if _is_checkpoint(root):
+        _verify_copy(root, share, json)
+        return
+    verdicts: list[Verdict] = []
     with opened(root) as storage:
-        overview = look(storage)
-        steps = _steps(overview, step, everything_tracked)
+        shelf = _shelf(storage)
+        if shelf.problem and not json:
+            put([clean(shelf.problem)])
         with _progress() as progress:
-            for each in steps:
+            for each in _steps(shelf, step, everything_tracked):
                 began = time.monotonic()
-                watched = _Watched(_choice(share), progress, each)
-                verdicts.append(_verified(storage, overview, each, watched))
+                watched = _Watched(_choice(share), progress, f"step {each}")
+                verdicts.append(_verified(storage, shelf, each, watched))
                 if not json:
-                    put(map(clean, _lines(verdicts[-1], time.monotonic() - began)))
+                    told = _lines(f"step {each}", verdicts[-1], time.monotonic() - began)
+                    put(map(clean, told))
     if json:
         put_json([asdict(verdict) for verdict in verdicts])
     else:
-        put(_way_out(verdicts, _steps(overview, None, everything_tracked=True)))
-    if any(not verdict.good and not verdict.gone for verdict in verdicts):
+        put(_way_out(verdicts, shelf))
+    if shelf.problem or any(not verdict.good and not verdict.gone for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _is_checkpoint(place: Path) -> bool:
+    """True for the directory of a checkpoint, which is no root: by its name, or by its metadata."""
+    if not place.is_dir() or any((place / name).exists() for name in (JOURNAL, TRACKER)):
+        return False
+    named = any(layout.is_published(place.resolve().name) for layout in LAYOUTS.values())
+    return named or any((place / name).exists() for name in (MANIFEST, METADATA))
+
+
+def _verify_copy(place: Path, share: float, json: bool) -> None:
+    """Verify one directory. No journal is asked: its manifest alone says what has to be there."""
+    place = place.resolve()
+    layout = layout_of_names([place.name])
+    with opened(place.parent) as storage, _progress() as progress:
+        began = time.monotonic()
+        watched = _Watched(_choice(share), progress, place.name)
+        named = layout.parse_published(place.name)
+        try:
+            verdict = verify_directory(
+                storage, place.name, layout, None, watched.choose, watched.read
+            )
+        finally:
+            watched.end()
+    if json:
+        put_json([asdict(verdict)])
+    else:
+        lines = _lines(place.name, verdict, time.monotonic() - began)
+        if verdict.step not in (None, named):
+            lines.append(f"  it is of step {verdict.step}")
+        put(map(clean, lines))
+    if not verdict.good:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    """The checkpoints of a root that can be verified, the newest first.
+
+    ``problem``: the journal is damaged. Then these are the directories at published names.
+    """
+
+    root: str
+    layout: Layout
+    steps: tuple[int, ...]
+    problem: str = ""
+
+
+def _shelf(storage: Storage) -> _Shelf:
+    try:
+        overview = look(storage)
+    except JournalCorrupt as error:
+        names = list_names(storage, "")
+        layout = layout_of_names(names)
+        found = (layout.parse_published(name) for name in names)
+        steps = sorted((step for step in found if step is not None), reverse=True)
+        problem = f"{error.summary()}: judged is what stands under the names of steps"
+        return _Shelf(storage.root, layout, tuple(steps), problem)
+    tracked = [c.step for c in overview.ledger.in_state(State.TRACKED)]
+    return _Shelf(overview.root, overview.layout, tuple(tracked[::-1]))
 
 
 def _share(text: str) -> float:
@@ -84,15 +166,14 @@ def _share(text: str) -> float:
     return share
 
 
-def _steps(overview: Overview, step: int | None, everything_tracked: bool) -> list[int]:
-    tracked = [c.step for c in overview.ledger.in_state(State.TRACKED)]
+def _steps(shelf: _Shelf, step: int | None, everything_tracked: bool) -> Sequence[int]:
     if everything_tracked:
-        return tracked[::-1]
-    if step is None and not tracked:
-        raise StepNotFoundError("no checkpoint of this root is tracked", file=overview.root)
-    if step is not None and step not in tracked:
-        raise StepNotFoundError(f"step {step} is not tracked", step=step, file=overview.root)
-    return [step if step is not None else tracked[-1]]
+        return shelf.steps
+    if step is None and not shelf.steps:
+        raise StepNotFoundError("no checkpoint of this root is tracked", file=shelf.root)
+    if step is not None and step not in shelf.steps:
+        raise StepNotFoundError(f"step {step} is not tracked", step=step, file=shelf.root)
+    return [step if step is not None else shelf.steps[0]]
 
 
 def _choice(share: float) -> Choose:
@@ -129,10 +210,10 @@ def _progress() -> Iterator[Progress | None]:
 class _Watched:
     """A choice of files whose reads move a bar, or nothing if there is no bar."""
 
-    def __init__(self, choose: Choose, progress: Progress | None, step: int) -> None:
+    def __init__(self, choose: Choose, progress: Progress | None, name: str) -> None:
         self._choose = choose
         self._progress = progress
-        self._task = progress.add_task(f"step {step}", total=None) if progress else None
+        self._task = progress.add_task(name, total=None) if progress else None
 
     def choose(self, files: Sequence[FileEntry]) -> Collection[FileEntry]:
         chosen = self._choose(files)
@@ -149,38 +230,39 @@ class _Watched:
             self._progress.remove_task(self._task)
 
 
-def _verified(storage: Storage, overview: Overview, step: int, watched: _Watched) -> Verdict:
+def _verified(storage: Storage, shelf: _Shelf, step: int, watched: _Watched) -> Verdict:
     """The verdict. A directory that is gone is damage, unless the journal tells of its end by now."""
     try:
-        verdict = verify_step(storage, overview.layout, step, watched.choose, watched.read)
+        verdict = verify_step(storage, shelf.layout, step, watched.choose, watched.read)
     finally:
         watched.end()
-    if verdict.gone and look(storage).ledger.at(step) is not None:
-        missing = f"{overview.layout.published_name(step)} is not there, and the journal tracks it"
+    if verdict.gone and not shelf.problem and look(storage).ledger.at(step) is not None:
+        missing = f"{shelf.layout.published_name(step)} is not there, and the journal tracks it"
         return Verdict(step, (missing,))
     return verdict
 
 
-def _way_out(verdicts: Sequence[Verdict], tracked: Sequence[int]) -> list[str]:
-    """Lines below the verdicts, if one is damaged. ``tracked``: all such steps, the newest first."""
+def _way_out(verdicts: Sequence[Verdict], shelf: _Shelf) -> list[str]:
+    """Lines below the verdicts, if one is damaged, or the journal."""
     damaged = {verdict.step for verdict in verdicts if not verdict.good and not verdict.gone}
+    if shelf.problem:
+        return ["    do: ckptfsm doctor", f"    see: {RUNBOOK}journal-damaged"]
     if not damaged:
         return []
-    latest = tracked[0]
-    good = [verdict.step for verdict in verdicts if verdict.good and not verdict.gone]
+    latest = shelf.steps[0]
+    good = [v.step for v in verdicts if v.good and not v.gone and v.step is not None]
     if latest not in damaged:
         remedy = f"nothing now, if the latest is good: ckptfsm verify {latest}"
     elif good:
         remedy = f"start the job, or: ckptfsm rollback {max(good)}"
-    elif len(verdicts) < len(tracked):
+    elif len(verdicts) < len(shelf.steps):
         remedy = "see which one is good: ckptfsm verify --all"
     else:
         remedy = "put a good copy back: no checkpoint of this root is good"
-    return [f"    do: {remedy}", f"    see: {RUNBOOK}checkpoint-damaged.md"]
+    return [f"    do: {remedy}", f"    see: {RUNBOOK}checkpoint-damaged"]
 
 
-def _lines(verdict: Verdict, seconds: float) -> list[str]:
-    name = f"step {verdict.step}"
+def _lines(name: str, verdict: Verdict, seconds: float) -> list[str]:
     if verdict.gone:
         return [f"{name}: gone from its name meanwhile: not judged"]
     if verdict.problems:
@@ -191,4 +273,7 @@ def _lines(verdict: Verdict, seconds: float) -> list[str]:
             f"{name}: good in form, {verdict.files} files; without a manifest no digest is known"
         ]
     took = f"{format_duration(seconds)} ({format_bytes(int(rate))}/s)"
-    return [f"{name}: good, {verdict.files} files, {format_bytes(size)} read in {took}"]
+    return [
+        f"{name}: good, {verdict.files} files, {format_bytes(size)} read in {took}",
+        *(f"  not of this checkpoint: {stranger}" for stranger in verdict.strangers),
+    ]

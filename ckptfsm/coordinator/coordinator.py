@@ -20,7 +20,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
@@ -86,7 +86,7 @@ from ckptfsm.core.requests import (
     RecoveryReport,
     SaveRequest,
 )
-from ckptfsm.core.retention import KeepAll, Policy
+from ckptfsm.core.retention import BestN, KeepAll, Policy, describe_tracked
 from ckptfsm.disk.durable import list_names, lookup, storage_error
 from ckptfsm.disk.inbox import Inbox
 from ckptfsm.disk.inspection import (
@@ -679,6 +679,17 @@ class Coordinator:
             self._engine.record_metrics(checkpoint, figures)
             if not self.retention_waits():
                 self._engine.retire_now()
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics of a tracked checkpoint: those of its save, and those that came later."""
+        with self._guarded("metrics"):
+            return dict(self._engine.tracked(step).metrics)
+
+    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """The step that ``BestN(metric, 1, mode)`` keeps; None if no step has the metric."""
+        with self._guarded("best_step"):
+            best = BestN(metric, 1, mode).preserve(describe_tracked(self._engine.ledger))
+            return next(iter(best), None)
 
     def read_here(self) -> frozenset[int]:
         """The steps that this job reads now, each under a lease."""

@@ -149,6 +149,7 @@ class JournalCorrupt(DamagedRoot):
     """A journal segment is damaged before its end (``file``, ``offset``)."""
 
     kind = "journal_corrupt"
+    advice = "nothing was deleted; `ckptfsm verify --all` judges, `ckptfsm doctor` tells the way on"
 
 
 class NewerSchema(DamagedRoot):

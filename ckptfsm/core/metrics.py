@@ -5,7 +5,7 @@ Rules: a name has its unit at its end, in seconds or bytes. A name that was rele
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptfsm.core.lifecycle import State
@@ -55,6 +55,32 @@ class Family:
         return Metric(self.name, self.help, rows, self.counter)
 
 
+def text_of(metrics: Sequence[Metric], common: Mapping[str, str]) -> str:
+    """The text format of Prometheus, with the labels ``common`` at every value.
+
+    A node exporter drops what two files say with the same labels: two roots need a label each.
+    """
+    lines: list[str] = []
+    for metric in metrics:
+        kind = "counter" if metric.counter else "gauge"
+        lines += [
+            f"# HELP {metric.shown} {metric.help}",
+            f"# TYPE {metric.shown} {kind}",
+            *(
+                f"{metric.shown}{_labels_of({**common, **labels})} {value!r}"
+                for labels, value in metric.values
+            ),
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labels_of(labels: Mapping[str, str]) -> str:
+    told = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items())
+    return f"{{{told}}}" if told else ""
+
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
 LATEST_STEP = Family("ckptfsm_latest_step", "The newest tracked step.")
 LATEST_BYTES = Family("ckptfsm_latest_bytes", "Bytes of its shards.")
 LATEST_RATE = Family(
@@ -82,6 +108,11 @@ UNPOLLED = Family(
 )
 FREE_BYTES = Family("ckptfsm_free_bytes", "Free space on the disk of the root.")
 OWNER_ALIVE = Family("ckptfsm_owner_alive", "1 if the owner of the root lives on this host.")
+OWNER_STATE = Family(
+    "ckptfsm_owner_state",
+    "1 for the state of the owner of the root: alive, closed, crashed or elsewhere.",
+    "state",
+)
 CHECKPOINTS = Family("ckptfsm_checkpoints", "Checkpoints of the journal, by state.", "state")
 JOBS = Family("ckptfsm_jobs", "Records of the jobs of on_tracked, by state.", "state")
 
@@ -95,6 +126,7 @@ IN_EXPORT = (
     FAILURES,
     FREE_BYTES,
     OWNER_ALIVE,
+    OWNER_STATE,
     CHECKPOINTS,
     JOBS,
 )

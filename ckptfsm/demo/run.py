@@ -278,7 +278,7 @@ def _report(root: Path) -> None:
     print("\n5. the life of every checkpoint (seconds since the first record)\n")
     print(render_table(lives))
     picture = root / "lives.html"
-    picture.write_text(render_html(lives), encoding="utf-8")
+    picture.write_text(render_html(lives, str(root)), encoding="utf-8")
     print(f"\nthe same as a picture: file://{picture}")
 
 

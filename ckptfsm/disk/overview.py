@@ -6,7 +6,7 @@ moments. So an overview is for people, and no decision is made from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptfsm.adapters.identity import this_process
@@ -120,9 +120,13 @@ def _ownership(storage: Storage, holder: Holder) -> Ownership:
 
 
 def _layout_of(history: History, names: list[str]) -> Layout:
-    """The layout that the journal names; without one, the layout in which a name is a step's."""
-    if history.layout in LAYOUTS:
-        return LAYOUTS[history.layout]
+    """The layout that the journal names; without one, that of the names."""
+    return LAYOUTS.get(history.layout) or layout_of_names(names)
+
+
+def layout_of_names(names: Iterable[str]) -> Layout:
+    """The layout in which one of these names is a step's; Megatron's if there is none."""
+    names = list(names)
     used = [each for each in LAYOUTS.values() if any(map(each.is_published, names))]
     return used[0] if used else MEGATRON
 

@@ -26,9 +26,14 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import StepNotFoundError, describe
 from ckptfsm.core.layout import LAYOUTS, OLD_READERS, READERS, parse_reader
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put
+from ckptfsm.disk.overview import look
 from ckptfsm.disk.trash import remove_marker
+
+# The tracker is written before that is journaled, and a lease may come while a prune begins.
+_READ = (State.TRACKED, State.FINALIZED, State.PRUNABLE)
 
 
 class ReaderLease:
@@ -94,6 +99,16 @@ class ReaderLease:
                 f"step {self._step} is not at {self.path}", step=self._step, file=self.path
             )
         self.path = self._storage.absolute(self._name)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the checkpoint by name, as the journal has them now.
+
+        Those of its save, and those that were recorded later. A directory that no journal explains has
+        none. Raises ``DamagedRoot`` for a damaged journal, and ``OSError``.
+        """
+        found = look(self._storage).ledger.in_state(*_READ)
+        of_step = [c for c in found if c.step == self._step]
+        return dict(of_step[-1].metrics) if of_step else {}
 
     def __exit__(
         self,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from ckptfsm.core.documents import FileEntry, Manifest
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, describe
-from ckptfsm.core.layout import Layout, join
+from ckptfsm.core.layout import MANIFEST, Layout, join
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import is_about_content, lookup
+from ckptfsm.disk.durable import each_kind, is_about_content, lookup
 from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_manifest
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.disk.stock import inspect_stock
@@ -24,15 +24,18 @@ class Verdict:
     """The result for one step. ``problems`` is empty if nothing was found wrong.
 
     ``files`` is the number of its files, ``bytes_read`` the size of those whose content was compared.
-    ``gone``: the directory left its name meanwhile, as a prune does.
+    ``gone``: the directory left its name meanwhile, as a prune does. ``strangers`` are files in the
+    directory that the checkpoint does not have; no loader reads them. ``step`` is None for a copy
+    that does not tell it.
     """
 
-    step: int
+    step: int | None
     problems: tuple[str, ...]
     files: int = 0
     bytes_read: int = 0
     gone: bool = False
     digests: bool = True
+    strangers: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -57,14 +60,27 @@ def verify_step(
     choose: Choose = everything,
     progress: Callable[[Piece], None] = _tell_nobody,
 ) -> Verdict:
-    """Verify the checkpoint at the published name of ``step``.
-
-    ``choose`` picks the files whose content is compared; ``progress`` is told of each piece read.
-    Raises ``NewerSchema``, and the ``OSError`` of a sick disk.
-    """
+    """Verify the checkpoint at the published name of ``step``. See ``verify_directory``."""
     name = layout.published_name(step)
+    return verify_directory(storage, name, layout, step, choose, progress)
+
+
+def verify_directory(
+    storage: Storage,
+    name: str,
+    layout: Layout,
+    step: int | None,
+    choose: Choose = everything,
+    progress: Callable[[Piece], None] = _tell_nobody,
+) -> Verdict:
+    """Verify the checkpoint in the directory ``name``, also a copy that no journal tells of.
+
+    ``step``: what its manifest has to say, or None if any step will do. ``choose`` picks the files whose
+    content is compared; ``progress`` is told of each piece read. Raises ``NewerSchema``, and the
+    ``OSError`` of a sick disk.
+    """
     try:
-        return _verify(storage, layout, step, choose, progress)
+        return _verify(storage, name, layout, step, choose, progress)
     except NewerSchema:
         raise
     except (DamagedRoot, OSError) as error:
@@ -76,15 +92,20 @@ def verify_step(
 
 
 def _verify(
-    storage: Storage, layout: Layout, step: int, choose: Choose, progress: Callable[[Piece], None]
+    storage: Storage,
+    name: str,
+    layout: Layout,
+    step: int | None,
+    choose: Choose,
+    progress: Callable[[Piece], None],
 ) -> Verdict:
-    name = layout.published_name(step)
     manifest = read_manifest(storage, name)
     if manifest is None:
         stock = inspect_stock(storage, name, layout.tree)
         refused = () if stock.acceptable else (f"{name}: {stock.reason}",)
         gone = lookup(storage, name) is None
         return Verdict(step, refused, len(stock.files), gone=gone, digests=False)
+    step = manifest.step if step is None else step
     found = [
         *_form(storage, name, step, manifest),
         *_metadata(storage, name, manifest),
@@ -96,9 +117,16 @@ def _verify(
     chosen = [file for file in choose(manifest.files) if file.digest is not None]
     bad = _bad_files(storage, name, chosen, progress)
     problems = [f"{name}/{file.name} has another content than was written" for file in bad]
-    gone = bool(bad) and lookup(storage, name) is None
+    strangers = strangers_in(storage, name, manifest)
+    gone = lookup(storage, name) is None
     read = sum(file.bytes for file in chosen)
-    return Verdict(step, tuple(problems), len(manifest.files), read, gone)
+    return Verdict(step, tuple(problems), len(manifest.files), read, gone, strangers=strangers)
+
+
+def strangers_in(storage: Storage, name: str, manifest: Manifest) -> tuple[str, ...]:
+    """The files in the directory ``name`` that its manifest does not list."""
+    listed = {MANIFEST, *(file.name for file in manifest.files)}
+    return tuple(sorted(each for each, _ in each_kind(storage, name) if each not in listed))
 
 
 def _form(storage: Storage, name: str, step: int, manifest: Manifest) -> list[str]:

@@ -20,8 +20,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptfsm.adapters.notices import say, warn_at_end, warn_caller
 from ckptfsm.adapters.signals import OneCall
@@ -36,6 +37,7 @@ from ckptfsm.core.errors import (
     RecoveryWarning,
     SaveFailedWarning,
     SaveRefused,
+    StepNotFoundError,
     UnsavedStepsWarning,
 )
 from ckptfsm.core.layout import LAYOUTS
@@ -350,6 +352,19 @@ class Session:
         """Every tracked step, ascending (not collective)."""
         return sorted(self._participant.view.steps)
 
+    def path(self, step: int) -> Path:
+        """The absolute directory of a tracked step (not collective). No lease keeps it.
+
+        Raises ``StepNotFoundError``, and ``StorageError`` if the root was moved.
+        """
+        steps, whole = self.all_steps(), whole_step(step)
+        if whole not in steps:
+            raise StepNotFoundError(
+                f"there is no checkpoint of step {step}", step=step, available=tuple(steps[-20:])
+            )
+        name = LAYOUTS[self.config.layout].published_name(whole)
+        return Path(self._storage.absolute(name))
+
     def explain(self, step: int) -> str:
         """The state of ``step`` as this rank knows it, and any block, in words (not collective)."""
         return self._participant.view.explain(whole_step(step))
@@ -556,6 +571,23 @@ class Session:
         except ConfigError as error:
             figures = error
         self._agree(_record_metrics, whole_step(step), figures)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics of a tracked checkpoint by name (collective).
+
+        Those of its save, and those of ``record_metrics``. Raises ``StepNotFoundError``.
+        """
+        found: dict[str, float] = self._agree(Coordinator.metrics, whole_step(step))
+        return found
+
+    def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """The best tracked step by a metric, as ``BestN`` decides (collective).
+
+        Ties go to the newer step, and a NaN is never the best. None if no tracked step has the metric.
+        Rank 0's arguments count. Raises ``ConfigError`` for another ``mode``.
+        """
+        found: int | None = self._agree(Coordinator.best_step, metric, mode)
+        return found
 
     def rollback(self, step: int) -> None:
         """Go back to ``step``; later ones are moved to quarantine (collective)."""

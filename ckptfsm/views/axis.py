@@ -33,12 +33,12 @@ class Axis:
         span = self.seconds[-1] - self.seconds[0]
         return max(span - idle, 1e-9) / max(self.pixels[-1] - self.pixels[0] - drawn, 1.0)
 
-    def ticks(self) -> list[tuple[float, str]]:
-        """(pixel, label) of round times; no label overlaps another one or that of a break."""
+    def ticks(self) -> list[tuple[float, str, float]]:
+        """(pixel, label, seconds) of round times; no label overlaps another or that of a break."""
         least = self.rate() * _TICK_GAP * (1 - 1e-9)
         count, size, unit = next(step for step in _STEPS if step[0] * step[1] >= least)
         step = count * size
-        found: list[tuple[float, str]] = []
+        found: list[tuple[float, str, float]] = []
         taken = [(self.at(start) + 6, self.at(stop) - 6) for start, stop in self.breaks]
         t0, t1 = self.seconds[0], self.seconds[-1]
         edges = [t0, *(t for pair in self.breaks for t in pair), t1]
@@ -48,7 +48,7 @@ class Axis:
                 half = len(label) * _LETTER / 2
                 if all(x + half < left or x - half > right for left, right in taken):
                     taken.append((x - half - _LETTER, x + half + _LETTER))
-                    found.append((x, label))
+                    found.append((x, label, n * step))
         return found
 
 

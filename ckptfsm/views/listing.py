@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 from ckptfsm.core.documents import JobRecord, JobState
@@ -12,6 +14,7 @@ from ckptfsm.core.explaining import RETENTION, kept_by
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
+from ckptfsm.views.adopted import Contents
 from ckptfsm.views.timeline import clean, clip, format_bytes, format_duration, parse_time
 
 UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
@@ -26,8 +29,9 @@ _MIN_LAST = 8
 class Row:
     """A checkpoint in a list. ``age_s``: seconds since it entered its state, None if not known.
 
-    ``bytes`` is the size of its shards. A directory that no journal explains has the state
-    ``unknown`` and no attempt.
+    An adopted checkpoint is as old as its manifest says. ``bytes`` is the size of its shards, or of
+    all files of an adopted one. ``metrics`` are those of its save, and those that came later.
+    A directory that no journal explains has the state ``unknown`` and no attempt.
     """
 
     step: int
@@ -40,6 +44,7 @@ class Row:
     kept_by: tuple[str, ...]
     note: str = ""
     jobs: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def rows_of(
@@ -47,10 +52,12 @@ def rows_of(
     since: Mapping[AttemptId, str],
     now: float,
     jobs: Sequence[JobRecord] = (),
+    adopted: Mapping[AttemptId, Contents] = MappingProxyType({}),
 ) -> list[Row]:
     """The rows of a root, oldest step first. ``since``: when each attempt entered its state.
 
-    ``now`` is in seconds since 1970. ``jobs`` are the records of jobs.
+    ``now`` is in seconds since 1970. ``jobs`` are the records of jobs. ``adopted``: what the
+    directories of adopted checkpoints tell.
     """
     told: dict[AttemptId, tuple[str, ...]] = {}
     for record in sorted(jobs, key=lambda each: each.job):
@@ -60,6 +67,8 @@ def rows_of(
     rows = []
     for of, checkpoint in overview.ledger.checkpoints.items():
         row = _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ()))
+        if (told_by_files := adopted.get(of)) is not None:
+            row = _with_contents(row, told_by_files, now)
         rule = rules.get(row.step, "") if row.kept_by == (RETENTION,) else ""
         note = ", ".join(filter(None, (rule, row.note)))
         rows.append(replace(row, note=note, jobs=told.get(of, ())))
@@ -101,7 +110,15 @@ def _row(
         tuple(part.name for part in checkpoint.parts),
         reasons,
         _note(overview, checkpoint),
+        metrics=dict(checkpoint.metrics),
     )
+
+
+def _with_contents(row: Row, told: Contents, now: float) -> Row:
+    """The row of an adopted checkpoint, as old as its files where these tell when they were written."""
+    written = _age(told.written_at, now)
+    age_s = row.age_s if written is None else written
+    return replace(row, bytes=told.bytes, parts=told.parts, age_s=age_s)
 
 
 def _note(overview: Overview, checkpoint: Checkpoint) -> str:
@@ -118,7 +135,12 @@ def _age(since: str, now: float) -> float | None:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
+    """The rows as JSON takes them: it has no NaN and no infinity, so such a metric is None."""
+    return [{**asdict(row), "metrics": _finite(row.metrics)} for row in rows]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if isfinite(value) else None for name, value in metrics.items()}
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:

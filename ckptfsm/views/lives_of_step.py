@@ -10,6 +10,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.overview import Overview
+from ckptfsm.disk.verification import strangers_in
 from ckptfsm.views.listing import state_of_job
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import clean, describe_end, format_bytes, format_duration, place
@@ -20,6 +21,7 @@ def lines_of_step(
 ) -> list[str]:
     """The attempts at a step, in order of request, and the files at its name. Safe to print."""
     lines: list[str] = []
+    metrics = {str(of): c.metrics for of, c in overview.ledger.checkpoints.items()}
     for lane in place(lives).lanes:
         life = lane.life
         lines.append(f"step {life.step}, attempt {life.attempt}: {describe_end(life)}")
@@ -35,8 +37,10 @@ def lines_of_step(
             lines.append(f"  shards: {format_bytes(life.shard_bytes)}")
         if life.reason:
             lines.append(f"  reason: {life.reason}" + (f" ({life.detail})" if life.detail else ""))
+        lines += [f"  metric {name}: {value:g}" for name, value in metrics.get(life.attempt, ())]
         lines += [_job_line(overview, each) for each in jobs if str(each.of) == life.attempt]
-    return [clean(line) for line in (*lines, *_at_its_name(storage, overview, lives[0].step))]
+    lines += _at_its_name(storage, overview, lives[0].step)
+    return [clean(line) for line in lines]
 
 
 def _job_line(overview: Overview, record: JobRecord) -> str:
@@ -57,12 +61,8 @@ def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
         return [f"at {name}: no manifest of this library"]
     total = sum(file.bytes for file in manifest.files)
     parts = ", ".join(f"{part.name} ({part.kind})" for part in manifest.parts)
-    metrics = dict(manifest.metrics)
-    known = overview.ledger.checkpoints.get(manifest.of)
-    if known is not None:
-        metrics.update(known.metrics)  # some may have come after the save
     return [
         f"at {name}: {len(manifest.files)} files, {format_bytes(total)}, attempt {manifest.of}",
         f"  parts: {parts}",
-        *(f"  metric {key}: {value:g}" for key, value in sorted(metrics.items())),
+        *(f"  not of this checkpoint: {each}" for each in strangers_in(storage, name, manifest)),
     ]

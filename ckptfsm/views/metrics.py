@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from ckptfsm.core import metrics as names
 from ckptfsm.core.documents import JobRecord
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.metrics import Metric
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
+from ckptfsm.views.adopted import Contents
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import parse_time, place
+
+# A root that nobody has opened, or whose owner cannot be read, is in none of these states.
+_OWNER: Mapping[Ownership, str] = MappingProxyType(
+    {
+        Ownership.LIVES: "alive",
+        Ownership.RELEASED: "closed",
+        Ownership.ENDED: "crashed",
+        Ownership.ELSEWHERE: "elsewhere",
+    }
+)
 
 
 def metrics_of(
@@ -21,18 +34,25 @@ def metrics_of(
     now: float,
     free_bytes: int,
     jobs: Sequence[JobRecord] = (),
+    adopted: Mapping[AttemptId, Contents] = MappingProxyType({}),
 ) -> list[Metric]:
-    """The metrics of a root. ``now`` is in seconds since 1970."""
+    """The metrics of a root. ``now`` is in seconds since 1970.
+
+    ``adopted``: what the directories of adopted checkpoints tell.
+    """
     states = Counter(c.state.value for c in overview.ledger.checkpoints.values())
     # Failed attempts in the segments that the journal still has.
     failures = Counter(life.reason for life in lives if _failed(life))
     found = [
         names.FREE_BYTES.of(free_bytes),
         names.OWNER_ALIVE.of(overview.owner.ownership is Ownership.LIVES),
+        names.OWNER_STATE.each(
+            {state: overview.owner.ownership is each for each, state in _OWNER.items()}
+        ),
         names.CHECKPOINTS.each(states),
         names.FAILURES.each(failures),
         names.JOBS.each(Counter(job.state.value for job in jobs)),
-        *_latest(overview, lives, now),
+        *_latest(overview, lives, now, adopted),
     ]
     return [metric for metric in found if metric.values]
 
@@ -41,15 +61,22 @@ def _failed(life: Life) -> bool:
     return any(entry.state is State.FAILED for entry in life.entered)
 
 
-def _latest(overview: Overview, lives: Sequence[Life], now: float) -> Iterator[Metric]:
+def _latest(
+    overview: Overview,
+    lives: Sequence[Life],
+    now: float,
+    adopted: Mapping[AttemptId, Contents],
+) -> Iterator[Metric]:
     latest = overview.ledger.latest()
     if latest is None:
         return
+    told = adopted.get(latest.id)
     yield names.LATEST_STEP.of(latest.step)
-    yield names.LATEST_BYTES.of(latest.shard_bytes)
+    yield names.LATEST_BYTES.of(latest.shard_bytes if told is None else told.bytes)
     life = next((life for life in lives if life.attempt == str(latest.id)), None)
     tracked = [entry for entry in life.entered if entry.state is State.TRACKED] if life else []
-    when = parse_time(tracked[0].at) if tracked else None
+    at = tracked[0].at if tracked else ""
+    when = parse_time(told.written_at if told is not None and told.written_at else at)
     if life is None or when is None:
         return
     yield names.LATEST_TRACKED.of(when)

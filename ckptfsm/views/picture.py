@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from html import escape
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from ckptfsm.views.timeline import (
     describe_end,
     format_bytes,
     format_duration,
+    parse_time,
     place,
 )
 
@@ -28,6 +30,8 @@ S = State
 
 _MAX_LANES = 1000
 _WIDTH, _ROW, _BAR, _TOP = 1380, 26, 14, 74
+_BELOW = 34  # under the lanes: the time of day, the date
+_DATE = 66.0  # pixels from date to date, at least
 _STEP_X, _NAME_X = 96, 104  # right of the steps, left of the attempts' names
 _OVER = (188.0, 766.0)  # left and right of the panel with all attempts in time
 _ZOOM = (806.0, 1140.0)  # left and right of the panel with the single saves
@@ -64,6 +68,8 @@ p{margin:0 0 10px;color:var(--dim);max-width:1150px}
 ul{display:flex;flex-wrap:wrap;gap:4px 18px;list-style:none;margin:0 0 10px;padding:0}
 li svg{vertical-align:-3px;margin-right:6px}
 .scroll{overflow-x:auto}
+@media (max-width:1100px){body{margin:8px auto;padding:0 8px}h1{overflow-wrap:anywhere}
+.chart{min-width:0}}
 .chart{display:block;width:100%;min-width:1080px;height:auto}
 text{fill:var(--fg);font:12px system-ui,sans-serif;font-variant-numeric:tabular-nums}
 .dim{fill:var(--dim);font-size:11px}.head{font-weight:600}.bad{fill:var(--bad)}
@@ -92,10 +98,14 @@ def _attribute(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
-def render_html(lives: Sequence[Life]) -> str:
-    """A complete HTML page: no scripts, no other files. Shows the newest ``_MAX_LANES`` attempts."""
+def render_html(lives: Sequence[Life], root: str = "") -> str:
+    """A complete HTML page: no scripts, no other files. Shows the newest ``_MAX_LANES`` attempts.
+
+    ``root`` is the path of the root, for the heading.
+    """
     older = max(0, len(lives) - _MAX_LANES)
-    body = [_tag("h1", text="Lives of the checkpoints")]
+    heading = f"Lives of the checkpoints of {root}" if root else "Lives of the checkpoints"
+    body = [_tag("h1", text=heading)]
     if lives:
         body += [_explain(older), _legend(), _chart(place(lives, older))]
     else:
@@ -106,7 +116,7 @@ def render_html(lives: Sequence[Life]) -> str:
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>Lives of the checkpoints</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            _tag("title", text=heading) + f"\n<style>{_STYLE}</style>\n</head>\n<body>",
             *body,
             "</body>\n</html>\n",
         )
@@ -160,6 +170,7 @@ def _chart(placed: Placed) -> str:
     parts += _epochs(placed, over, bottom)
     parts += _grid(over, bottom, f"time since {placed.origin or 'the first record'}")
     parts += _grid(zoom, bottom, "the save alone, time since its request")
+    parts += _wall_clock(over, placed, bottom)
     parts += _breaks(over, bottom)
     for row, lane in enumerate(placed.lanes):
         parts += _lane(lane, row, over, zoom)
@@ -170,7 +181,7 @@ def _chart(placed: Placed) -> str:
         "svg",
         *parts,
         class_="chart",
-        viewBox=f"0 0 {_WIDTH} {bottom + 12}",
+        viewBox=f"0 0 {_WIDTH} {bottom + _BELOW}",
         role="img",
         aria_label=name,
     )
@@ -183,9 +194,26 @@ def _stripe(row: int) -> str:
 
 def _grid(axis: Axis, bottom: int, heading: str) -> Iterable[str]:
     yield _tag("text", class_="head", x=axis.pixels[0], y=16, text=heading)
-    for x, label in axis.ticks():
+    for x, label, _ in axis.ticks():
         yield _tag("line", class_="grid", x1=x, x2=x, y1=_TOP - 4, y2=bottom)
         yield _tag("text", class_="dim mid", x=x, y=_TOP - 9, text=label)
+
+
+def _wall_clock(axis: Axis, placed: Placed, bottom: int) -> Iterable[str]:
+    """The time of day below each tick, in UTC as in the journal; the date where it is another one."""
+    zero, date, free = parse_time(placed.origin), "", -math.inf
+    if zero is None:
+        return
+    for x, _, seconds in axis.ticks():
+        if x < free:  # two ticks beside a break
+            continue
+        free = x + _DATE
+        when = datetime.fromtimestamp(zero + seconds, timezone.utc)
+        title = _tag("title", text=when.isoformat(timespec="seconds"))
+        told = when.strftime("%H:%M:%S")
+        yield _tag("text", title, class_="dim mid", x=x, y=bottom + 14, text=told)
+        if date != (date := when.strftime("%Y-%m-%d")):
+            yield _tag("text", class_="dim mid", x=x, y=bottom + 28, text=date)
 
 
 def _breaks(axis: Axis, bottom: int) -> Iterable[str]:

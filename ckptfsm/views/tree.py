@@ -42,11 +42,13 @@ _MEANING: Mapping[str, str] = MappingProxyType(
         OLD_READERS: "steps that readers hold, as an earlier version named them",
     }
 )
-_SHOWN = 20  # entries of one directory
 
 
-def tree_lines(storage: Storage, overview: Overview) -> list[str]:
-    """The tree, safe to print on a terminal."""
+def tree_lines(storage: Storage, overview: Overview, most: int | None) -> list[str]:
+    """The tree, safe to print on a terminal, with ``most`` entries of each private directory.
+
+    None: all of them.
+    """
     states = {c.step: c.state.value for c in overview.ledger.checkpoints.values()}
     lines = [overview.root]
     for name in list_names(storage, ""):
@@ -62,11 +64,11 @@ def tree_lines(storage: Storage, overview: Overview) -> list[str]:
             lines.append(f"  {name}/  {states.get(step, 'no journal explains it')}")
         elif name != PRIVATE:
             lines.append(f"  {name}  not of this library")
-    lines += [f"  {PRIVATE}/", *_private(storage)]
+    lines += [f"  {PRIVATE}/", *_private(storage, most)]
     return [clean(line) for line in lines]
 
 
-def _private(storage: Storage) -> Iterator[str]:
+def _private(storage: Storage, most: int | None) -> Iterator[str]:
     for name in list_names(storage, PRIVATE):
         path = f"{PRIVATE}/{name}"
         if path not in _MEANING:
@@ -74,6 +76,6 @@ def _private(storage: Storage) -> Iterator[str]:
             continue
         inside = list_names(storage, path)
         yield f"    {name}/  {_MEANING[path]}" + ("" if inside else " (none)")
-        yield from (f"      {each}" for each in inside[:_SHOWN])
-        if len(inside) > _SHOWN:
-            yield f"      and {len(inside) - _SHOWN} more"
+        yield from (f"      {each}" for each in inside[:most])
+        if most is not None and len(inside) > most:
+            yield f"      and {len(inside) - most} more"

@@ -322,6 +322,30 @@ def test_a_request_without_an_answer_is_taken_back(living, tmp_path, capsys):
     assert steps(living) == [10, 20, 30]
 
 
+@pytest.mark.parametrize("end", ("close", "crash"))
+def test_a_command_whose_owner_leaves_opens_the_root_itself(end, tmp_path, capsys, monkeypatch):
+    """Catches: metrics of an evaluation that are lost because the job came to its end just then."""
+    job = real_job(tmp_path)
+    job.save(10)
+    job.save(20)
+
+    def leave(seconds):
+        with monkeypatch.context() as patch:
+            patch.setattr(Inbox, "requests", lambda inbox: ())
+            job.close() if end == "close" else crashed(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(changing.time, "sleep", leave)
+        told = said(capsys, "record-metrics", "10", "val=2", "-r", tmp_path)
+    assert told == "step 10 has: val 2\n" and not list((tmp_path / INBOX).iterdir())
+    assert "metric val: 2" in said(capsys, "show", "10", "-r", tmp_path)
+    job = real_job(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(changing.time, "sleep", leave)
+        status, _, err = ran(capsys, "prune", "--apply", "-r", tmp_path)
+    assert status == 2 and "give --keep-latest" in err, "there is no policy to prune by"
+
+
 def test_a_request_to_an_owner_that_died_is_not_carried_out_by_the_next(tmp_path):
     job = real_job(tmp_path)
     for step in (10, 20):

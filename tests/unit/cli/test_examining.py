@@ -426,4 +426,4 @@ def test_each_finding_has_a_page_in_the_runbook_and_each_page_a_finding():
     assert set(pages) == told
     assert set(re.findall(r"^\| \[([\w-]+)\]\(\1\.md\)", index, re.M)) == told
     # The page of a finding shows the finding, as the doctor prints it.
-    assert [code for code in told if f"see: docs/runbook/{code}.md" not in pages[code]] == []
+    assert [code for code in told if f"see: ckptfsm runbook {code}" not in pages[code]] == []

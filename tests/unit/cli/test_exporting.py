@@ -10,11 +10,15 @@ from cli_runs import ran, said
 from prometheus_client.parser import text_string_to_metric_families
 from real_roots import crashed, real_job, real_root
 
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core import metrics as names
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.job_records import begin_records, put_record
+from ckptfsm.testing.harness import FakeJob
 
 
 def test_the_timeline_is_one_page_of_all_attempts(tmp_path, capsys):
@@ -75,8 +79,12 @@ def test_a_journal_that_is_no_legal_trace_has_status_1(tmp_path, capsys):
 
 
 def parsed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The values of each metric, with their labels but for that of the root."""
     return {
-        family.name: [(sample.labels, sample.value) for sample in family.samples]
+        family.name: [
+            ({name: label for name, label in sample.labels.items() if name != "root"}, sample.value)
+            for sample in family.samples
+        ]
         for family in text_string_to_metric_families(text)
     }
 
@@ -159,3 +167,46 @@ def test_jobs_are_counted_by_state(tmp_path, capsys):
     (jobs,) = [f for f in text_string_to_metric_families(text) if f.name == "ckptfsm_jobs"]
     found = {sample.labels["state"]: sample.value for sample in jobs.samples}
     assert found == {"done": 1, "failed": 2}
+
+
+def test_the_text_is_read_as_prometheus_reads_it():
+    """Catches: a name of a state or a reason, from a newer journal, that breaks all metrics."""
+    family = names.Family("ckptfsm_save_failures", "Failed.", "reason", counter=True)
+    odd = {'a"b': 1.0, "c\\n": 2.0, "d\ne": 3e20}
+    text = names.text_of([family.each(odd), names.LATEST_STEP.of(40)], {})
+    found = parsed(text)
+    assert {labels["reason"]: value for labels, value in found["ckptfsm_save_failures"]} == odd
+    assert found["ckptfsm_latest_step"] == [({}, 40.0)]
+
+
+def test_two_roots_on_a_host_are_told_apart(tmp_path, capsys):
+    """Catches: the second root, which a node exporter drops for its labels are those of the first."""
+    text = ""
+    for name in ("a", 'b"'):
+        text += said(capsys, "export", "--prometheus", "-r", real_root(tmp_path / name, 10))
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    assert len({(s.name, *sorted(s.labels.items())) for s in samples}) == len(samples)
+    assert {s.labels["root"] for s in samples} == {f"{tmp_path}/a", f'{tmp_path}/b"'}
+
+
+@pytest.mark.parametrize("state", ("alive", "closed", "crashed", "elsewhere", ""))
+def test_the_state_of_the_owner_is_one_of_four(state, tmp_path, capsys):
+    """Catches: a job that crashed, which looks like one that came to its end."""
+    host = {"host": "elsewhere"} if state == "elsewhere" else {}
+    job = FakeJob(
+        PosixStorage(tmp_path), identity=this_process()._replace(**host), clock=SystemClock()
+    )
+    job.open()
+    job.save(10)
+    if state == "closed":
+        job.close()
+    elif state in ("crashed", "elsewhere"):
+        crashed(job)
+    elif not state:
+        (tmp_path / ".ckptfsm/epochs/epoch-000001").write_text("torn")
+    found = parsed(said(capsys, "export", "--prometheus", "-r", tmp_path))["ckptfsm_owner_state"]
+    states = {labels["state"]: value for labels, value in found}
+    assert set(states) == {"alive", "closed", "crashed", "elsewhere"}
+    assert [name for name, value in states.items() if value] == ([state] if state else [])
+    if state == "alive":
+        job.close()

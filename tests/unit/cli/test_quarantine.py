@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
-from real_roots import crashed, real_job, real_root
+from real_roots import TREE, crashed, real_job, real_root
 from strangers import newer_files, stock_saves
 
 from ckptfsm.adapters.clock import SystemClock
@@ -179,6 +180,70 @@ def test_adopt_moves_a_directory_from_outside_into_the_root(tmp_path, capsys):
     said(capsys, "adopt", tmp_path / "old run", "--step", "5", "-r", root)
     assert (root / "iter_0000005/.metadata").exists() and not (tmp_path / "old run").exists()
     assert latest(capsys, root) == "A start would resume from step 10."
+
+
+@pytest.mark.parametrize("there", ("missing", "empty", "inside of a missing one"))
+@pytest.mark.parametrize("name", ("iter_0000040", "global_step_40", "the good one"))
+def test_adopt_makes_a_root(name, there, tmp_path, capsys):
+    """Catches: a checkpoint that was copied away, and no way to begin a root with it."""
+    root = tmp_path / ("a/root" if there.startswith("inside") else "root")
+    if there == "empty":
+        root.mkdir()
+    given = tmp_path / "copies" / name
+    given.parent.mkdir()
+    real_root(tmp_path / "other", 40, parts=TREE)
+    (tmp_path / "other/iter_0000040").rename(given)
+    step = () if name[-1].isdigit() else ("--step", "40")
+    out = said(capsys, "adopt", given, *step, "-r", root)
+    assert "a new root" in out and "the latest is step 40" in out and not given.exists()
+    assert latest(capsys, root) == "A start would resume from step 40."
+    place = root / ("global_step_40" if name.startswith("global") else "iter_0000040")
+    assert place.is_dir() and said(capsys, "verify", root).startswith("step 40: good")
+
+
+def test_adopt_makes_no_root_for_what_it_refuses(tmp_path, capsys):
+    """Catches: an empty root that is left behind, which a job would begin at zero in."""
+    (tmp_path / "iter_0000040").mkdir()
+    assert ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", tmp_path / "root")[0] == 1
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/mine.txt").write_text("x")
+    stock(tmp_path / "iter_0000050")
+    status, _, err = ran(capsys, "adopt", tmp_path / "iter_0000050", "-r", tmp_path / "home")
+    assert status == 2 and "no root" in err
+    assert not (tmp_path / "root").exists() and (tmp_path / "iter_0000050").is_dir()
+
+
+class Earlier(SystemClock):
+    """A clock that went wrong, or a run of last winter."""
+
+    def wall(self) -> str:
+        return "2026-01-01T00:00:00.000+00:00"
+
+
+def test_an_adopted_checkpoint_has_its_size_its_parts_and_its_age(tmp_path, capsys):
+    """Catches: '-' and 0 bytes for the checkpoint that a run begins with, or an age of seconds."""
+    root = real_root(tmp_path / "root", 10)
+    stock(root / "iter_0000030")
+    said(capsys, "adopt", "iter_0000030", "-r", root)
+    job = FakeJob(PosixStorage(tmp_path / "other"), identity=this_process(), clock=Earlier())
+    job.open()
+    job.save(40, TREE)
+    job.close()
+    given = tmp_path / "iter_0000040"
+    (tmp_path / "other/iter_0000040").rename(given)
+    manifest = json.loads((given / ".ckptfsm/manifest.json").read_text())
+    said(capsys, "adopt", given, "-r", root)
+    before = said(capsys, "export", "--prometheus", root)
+    for _ in range(2):
+        rows = json.loads(said(capsys, "ls", "--json", root))["checkpoints"][1:]
+        assert [row["parts"] for row in rows] == [["state"], ["state"]]
+        assert rows[0]["bytes"] == sum(len(data) for data in newer_files().values())
+        assert rows[1]["bytes"] == sum(file["bytes"] for file in manifest["files"])
+        assert rows[0]["age_s"] < 600 < 86400 < rows[1]["age_s"]
+        said(capsys, "record-metrics", "40", "val=1", "-r", root)  # a later epoch
+    age = re.search(r"^ckptfsm_latest_age_seconds\S* (.*)$", before, re.M)
+    size = re.search(r"^ckptfsm_latest_bytes\S* (.*)$", before, re.M)
+    assert float(age[1]) > 86400 and float(size[1]) == rows[1]["bytes"]
 
 
 def test_adopt_refuses_what_no_loader_takes(tmp_path, capsys):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from signal import SIGINT
 
 import pytest
 from cli_runs import ran, said
-from real_roots import crashed, real_job, real_root
+from managers import QUICK, weights
+from real_roots import TREE, crashed, real_job, real_root
 from strangers import newer_files
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import main
+from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.events import SaveRequested
@@ -27,6 +31,8 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.disk.job_records import begin_records, put_record
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.views import reading
 
@@ -76,7 +82,13 @@ def test_the_rule_that_keeps_a_step_is_named(tmp_path, capsys, alive):
 
 
 def test_ls_watch_shows_the_newest_that_fit_on_the_screen(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LINES", "8")
+    for name, value in (
+        ("LINES", "8"),
+        ("COLUMNS", "200"),
+        ("FORCE_COLOR", "1"),
+        ("NO_COLOR", "1"),
+    ):
+        monkeypatch.setenv(name, value)
     real_root(tmp_path, *range(10, 80, 10))
     monkeypatch.setattr(
         "ckptfsm.cli.reading.time.sleep", lambda seconds: os.kill(os.getpid(), SIGINT)
@@ -96,6 +108,23 @@ def test_ls_as_json_has_every_field(tmp_path, capsys):
     assert first["bytes"] > 0 and 0 <= first["age_s"] < 600
 
 
+def test_the_metrics_of_each_step_are_told_to_programs_and_people(tmp_path, capsys):
+    """Catches: metrics that no export script can read, or a NaN that strict readers refuse."""
+    manager = Manager(fake_ports(tmp_path), make_config(QUICK))
+    for step, acc in ((10, 0.5), (20, float("nan"))):
+        manager.save(step, weights(step), metrics={"acc": acc}).wait()
+    manager.record_metrics(10, {"val": 2.0})
+    manager.close()
+    found = json.loads(said(capsys, "ls", "--json", "-r", tmp_path), parse_constant=pytest.fail)
+    assert [each["metrics"] for each in found["checkpoints"]] == [
+        {"acc": 0.5, "val": 2.0},
+        {"acc": None},
+    ]
+    shutil.rmtree(tmp_path / "iter_0000010/.ckptfsm")  # the journal has them, too
+    shown = said(capsys, "show", "10", "-r", tmp_path)
+    assert "  metric acc: 0.5\n  metric val: 2\n" in shown
+
+
 def test_ls_of_a_living_root_names_the_owner_and_the_save_in_flight(tmp_path, capsys):
     job = real_job(tmp_path)
     job.save(10)
@@ -113,15 +142,27 @@ def test_ls_names_a_directory_that_no_journal_explains(tmp_path, capsys):
     assert "99  unknown" in out and "ckptfsm doctor" in out
 
 
-def test_ls_prints_no_control_characters_and_keeps_to_the_width(tmp_path, capsys, monkeypatch):
-    """Catches: a pin's reason that moves the cursor or breaks the table of a person at night."""
+def test_a_terminal_gets_lines_of_its_width_and_a_pipe_whole_ones(tmp_path, capsys, monkeypatch):
+    """Catches: a pin's reason that moves the cursor or breaks the table, and one that a script reads
+    cut off, because a pipe has no width.
+    """
+    reason = "\x1b[31mred\x07" + "long " * 40
     job = real_job(tmp_path)
     job.save(10)
-    job.coordinator.pin(10, "\x1b[31mred\x07" + "long " * 40)
+    job.coordinator.pin(10, reason)
     job.close()
+    for number in range(30):
+        (tmp_path / f".ckptfsm/quarantine/left-{number}").mkdir()
+    monkeypatch.setenv("COLUMNS", "60")
+    whole = said(capsys, "ls", "-r", tmp_path)
+    assert "\x1b" not in whole and "\x07" not in whole and whole.count("long") == 40
+    assert "      left-29\n" in said(capsys, "tree", "-r", tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
     out = said(capsys, "ls", "-r", tmp_path)
     assert "\x1b" not in out and "\x07" not in out
-    assert max(map(len, out.splitlines()[2:])) <= 80
+    assert max(map(len, out.splitlines()[2:])) <= 60
+    assert "and 10 more" in said(capsys, "tree", "-r", tmp_path)
 
 
 def test_a_root_of_verl_is_recognised_by_its_step_0(tmp_path, capsys):
@@ -166,8 +207,11 @@ def test_ls_show_and_tree_tell_the_states_of_jobs(tmp_path, capsys, monkeypatch)
         (AttemptId(5, 1, 9), "export", JobState.MISSED, 0, "its checkpoint was pruned"),
         (AttemptId(4, 1, 8), "export", JobState.DONE, 1, ""),
     )
-    narrow = said(capsys, "ls", "-r", tmp_path).splitlines()[2:5]
-    assert max(map(len, narrow)) <= 80 and "export: done" in narrow[1]
+    with monkeypatch.context() as terminal:
+        for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
+            terminal.setenv(name, value)
+        narrow = said(capsys, "ls", "-r", tmp_path).splitlines()[-5:]
+    assert max(map(len, narrow[:3])) <= 80 and "export: done" in "".join(narrow[:3])
     monkeypatch.setenv("COLUMNS", "120")
     head, ten, twenty, missed = said(capsys, "ls", "-r", tmp_path).splitlines()[2:]
     assert head.split()[5:] == ["PARTS", "JOBS", "KEPT", "BY"]
@@ -386,15 +430,17 @@ def test_explain_resume_falls_back_as_a_start_does(tmp_path, capsys):
 def test_explain_resume_tells_a_refusal(tmp_path, capsys):
     real_root(tmp_path, 10)
     (tmp_path / "iter_0000010/.metadata").unlink()
-    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    status, told, _ = ran(capsys, "explain", "--resume", "-r", tmp_path)
     assert "A start would be refused" in told and "The way out: ckptfsm doctor" in told
+    assert status == 1
 
 
 def test_explain_resume_of_a_living_root_says_that_a_start_would_be_refused(tmp_path, capsys):
     job = real_job(tmp_path)
     job.save(10)
-    out = said(capsys, "explain", "--resume", "-r", tmp_path)
+    status, out, _ = ran(capsys, "explain", "--resume", "-r", tmp_path)
     assert "refused: its owner lives" in out and "would resume from step 10" in out
+    assert status == 3
     job.close()
 
 
@@ -420,14 +466,46 @@ def test_explain_resume_says_that_an_owner_on_another_host_may_live(tmp_path, ca
         ("explain", "20"),
         ("explain", "--resume"),
         ("doctor",),
+        ("verify", "--all"),
+        ("trace",),
+        ("export", "--prometheus"),
+        ("quarantine", "ls"),
     ),
 )
 def test_F32_reading_changes_nothing(command, tmp_path, capsys):
     """Catches: a command that takes a lock, an epoch or a temporary file of a root that others own."""
-    real_root(tmp_path, 10, 20)
+    real_root(tmp_path, 10, 20, parts=TREE)
     before = files_of(tmp_path)
     said(capsys, *command, "-r", tmp_path)
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    (
+        ("ls",),
+        ("show", "20"),
+        ("tree",),
+        ("log",),
+        ("explain", "20"),
+        ("explain", "--resume"),
+        ("doctor",),
+        ("verify", "20"),
+        ("verify",),
+        ("trace",),
+        ("export", "--prometheus"),
+        ("quarantine", "ls"),
+    ),
+)
+def test_the_root_may_be_the_last_argument(command, tmp_path, capsys, monkeypatch):
+    """Catches: a command that takes the root of the environment, though another one is named."""
+    root = real_root(tmp_path / "root", 10, 20, parts=TREE)
+    monkeypatch.setenv("CKPTFSM_ROOT", str(real_root(tmp_path / "other", 1)))
+    named = said(capsys, *command, "-r", root)
+    numbers = re.compile(r"[\d.]+ (ms|MiB|s)\b|_(free|latest_age|latest_state)\S* \S+")
+    assert numbers.sub("", said(capsys, *command, root)) == numbers.sub("", named)
+    status, _, err = ran(capsys, *command, root, "-r", tmp_path / "other")
+    assert status == 2 and "the root" in err
 
 
 @pytest.mark.parametrize(
@@ -459,5 +537,6 @@ def test_a_damaged_journal_is_told_with_its_file(tmp_path, capsys):
     segment.write_bytes(data)
     status, _, err = ran(capsys, "ls", "-r", tmp_path)
     assert status == 1 and "000001.ndjson" in err
-    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    status, told, _ = ran(capsys, "explain", "--resume", "-r", tmp_path)
+    assert status == 1
     assert told.startswith("A start would be refused: journal damaged") and "ckptfsm doctor" in told

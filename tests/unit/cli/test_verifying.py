@@ -98,7 +98,7 @@ def test_the_way_out_stands_below_a_damaged_step(damaged, arguments, way_out, ro
         shard = root / f"iter_00000{step}/__0_0.distcp"
         shard.write_bytes(shard.read_bytes()[::-1])
     out = ran(capsys, "verify", *arguments, "-r", root)[1].splitlines()
-    assert out[-2:] == [f"    do: {way_out}", "    see: docs/runbook/checkpoint-damaged.md"]
+    assert out[-2:] == [f"    do: {way_out}", "    see: ckptfsm runbook checkpoint-damaged"]
 
 
 def test_a_subset_reads_less_than_everything(root, capsys):
@@ -175,3 +175,60 @@ def test_without_a_manifest_the_form_alone_is_judged(tmp_path, capsys):
     said(capsys, "adopt", "iter_0000040", "-r", root)
     told = said(capsys, "verify", "-r", root)
     assert told == "step 40: good in form, 4 files; without a manifest no digest is known\n"
+
+
+@pytest.mark.parametrize("name", ("iter_0000020", "kept for the paper", "7"))
+def test_a_copy_far_from_its_root_is_judged_by_its_manifest(name, root, tmp_path, capsys):
+    """Catches: a copy that nobody can verify before the original is deleted."""
+    copy = shutil.copytree(root / "iter_0000020", tmp_path / "archive" / name)
+    shutil.rmtree(root / ".ckptfsm")
+    before = sorted(copy.rglob("*"))
+    assert said(capsys, "verify", copy).startswith(f"{name}: good, ")
+    (verdict,) = json.loads(said(capsys, "verify", "--json", copy))
+    assert (verdict["step"], verdict["problems"]) == (20, [])
+    data = bytearray((copy / "__0_0.distcp").read_bytes())
+    data[100] ^= 1
+    (copy / "__0_0.distcp").write_bytes(data)
+    status, out, _ = ran(capsys, "verify", copy)
+    assert status == 1 and "__0_0.distcp has another content" in out
+    (copy / ".ckptfsm/manifest.json").write_text("{")
+    assert ran(capsys, "verify", copy)[0] == 1
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_a_copy_of_stock_code_is_judged_in_its_form(tmp_path, capsys):
+    stock = tmp_path / "iter_0000040"
+    stock.mkdir()
+    for name, data in newer_files().items():
+        (stock / name).write_bytes(data)
+    assert said(capsys, "verify", stock).startswith("iter_0000040: good in form, 4 files")
+    (stock / ".metadata").unlink()
+    assert ran(capsys, "verify", stock)[0] == 1
+
+
+@pytest.mark.damages_journal("flips a bit of a record")
+def test_with_a_damaged_journal_the_checkpoints_are_judged_all_the_same(root, capsys):
+    """Catches: a person without a journal who cannot learn which checkpoints are good."""
+    segment = root / ".ckptfsm/journal/000001.ndjson"
+    data = bytearray(segment.read_bytes())
+    data[200] ^= 1
+    segment.write_bytes(data)
+    status, out, err = ran(capsys, "verify", "--all", "-r", root)
+    lines = out.splitlines()
+    assert (status, err) == (1, "") and "000001.ndjson" in lines[0]
+    assert [line[:13] for line in lines[1:3]] == ["step 20: good", "step 10: good"]
+    assert lines[3:] == ["    do: ckptfsm doctor", "    see: ckptfsm runbook journal-damaged"]
+    assert ran(capsys, "verify", "30", "-r", root)[0] == 2
+    _, _, err = ran(capsys, "ls", "-r", root)
+    assert "ckptfsm verify --all" in err and "ckptfsm doctor" in err
+
+
+def test_files_of_strangers_in_a_checkpoint_are_told(root, capsys):
+    """Catches: an export that a person put into a checkpoint, which a prune deletes with it."""
+    (root / "iter_0000020/notes.txt").write_text("mine")
+    (root / "iter_0000020/hf").mkdir()
+    (root / "iter_0000020/hf/config.json").write_text("{}")
+    out = said(capsys, "verify", "-r", root)
+    assert "  not of this checkpoint: hf/config.json\n" in out
+    assert "  not of this checkpoint: notes.txt\n" in out
+    assert "  not of this checkpoint: notes.txt\n" in said(capsys, "show", "20", "-r", root)

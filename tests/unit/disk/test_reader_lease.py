@@ -58,3 +58,21 @@ def test_I7_a_lease_does_not_hand_out_another_runs_path(when: str, tmp_path: Pat
     with pytest.raises(StorageError, match="is not the directory that was opened any more"), lease:
         pytest.fail("entered")
     assert [p.name for p in (tmp_path / "a/gpt/.ckptfsm/readers").rglob("*.json")] == []
+
+
+def test_a_lease_tells_the_metrics_as_they_are_now(tmp_path: Path):
+    """Catches: an evaluator that reads the metrics of the save alone, or changes the root for them."""
+    run = files_manager(tmp_path)
+    run.save(1, parts={"t": tree("x")}, metrics={"loss": 2.0, "acc": 0.5}).wait()
+    with ReaderLease(tmp_path, 1) as lease:
+        assert lease.metrics() == {"loss": 2.0, "acc": 0.5}
+        run.record_metrics(1, {"acc": 0.75})
+        assert lease.metrics() == {"loss": 2.0, "acc": 0.75}
+    run.close()
+
+
+def test_a_lease_on_a_directory_that_no_journal_explains_has_no_metrics(tmp_path: Path):
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / ".ckptfsm/readers").mkdir(parents=True)
+    with ReaderLease(tmp_path, 1) as lease:
+        assert lease.metrics() == {}

@@ -994,6 +994,32 @@ def test_metrics_that_are_refused(run: Run):
     manager.record_metrics(1, {"val": 0.5})
 
 
+def test_the_best_step_is_the_one_that_retention_keeps(run: Run):
+    """Catches: an export of another step than ``BestN`` keeps, or metrics that a restart forgets."""
+    policy = LatestN(1) | BestN("acc", 1, "max")
+    manager = run.open(retention=policy)
+    for step, acc in ((1, 0.9), (2, 0.9), (3, float("nan")), (4, 0.1)):
+        manager.save(step, weights(step), metrics={"acc": acc}).wait()
+    assert manager.all_steps() == [2, 4] and manager.best_step("acc", "max") == 2
+    manager.record_metrics(2, {"val": 0.5})
+    again = run.restarted(manager, retention=policy)
+    assert again.metrics(2) == {"acc": 0.9, "val": 0.5} and again.metrics(4) == {"acc": 0.1}
+    assert (again.best_step("acc"), again.best_step("val"), again.best_step("none")) == (4, 2, None)
+    with pytest.raises(ConfigError, match="'min' or 'max'"):
+        again.best_step("acc", "most")
+
+
+def test_the_path_of_a_step_is_where_its_files_are(run: Run):
+    """Catches: a path of a step that is not tracked, which another run may have left there."""
+    manager = run.saved(1)
+    (run.root / "iter_0000002").mkdir()
+    assert manager.path(1) == run.root / "iter_0000001" and manager.path(1).is_dir()
+    for ask in (manager.path, manager.metrics):
+        with pytest.raises(StepNotFoundError) as caught:
+            ask(2)
+        assert caught.value.available == (1,)
+
+
 def test_I10_rank_0_alone_gives_the_metrics(run: Run):
     """Catches: a bad value on another rank, which raises there and leaves the others waiting."""
 

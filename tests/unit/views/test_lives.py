@@ -364,6 +364,23 @@ def test_every_bar_lies_inside_its_panel_and_can_be_seen(journal):
     assert len(edges) == 2 * 2 * len(GOOD)
 
 
+def test_the_page_names_its_root_and_the_time_of_day(journal):
+    """Catches: a page that nobody can lay beside the log of the cluster, or take for another run's."""
+    journal.begin(1, 0.0)
+    for number, begin in enumerate((10.0, 90000.0), start=1):
+        journal.walk((number, 1, number), GOOD, begin)
+    page = render_html(read_lives(journal.storage), "/data/<gpt>")
+    assert texts(page, "h1") == ["Lives of the checkpoints of /data/<gpt>"]
+    assert "Lives of the checkpoints of /data/<gpt>" in texts(page, "title")
+    shown = texts(page, "text")
+    clock = [text for text in shown if re.fullmatch(r"\d\d:\d\d:\d\d", text)]
+    dates = [text for text in shown if re.fullmatch(r"\d{4}-\d\d-\d\d", text)]
+    assert len(clock) >= 2 and clock[0] == at(0.0)[11:19]
+    assert (
+        dates == sorted(set(dates)) and dates[0] == at(0.0)[:10] and dates[-1] == at(90000.0)[:10]
+    )
+
+
 def test_a_long_idle_time_is_cut_and_says_how_long_it_was(journal):
     """Catches: a night between two saves that squeezes the saves into nothing."""
     journal.begin(1, 0.0)
@@ -403,9 +420,9 @@ def test_the_picture_begins_with_the_first_attempt_drawn(crashed, monkeypatch):
 def test_ticks_are_round_times_in_a_unit_that_fits(length, first, last):
     """Catches: days that are counted in seconds, a step that no unit has, too few ticks."""
     ticks = Axis((0.0, length), (188.0, 766.0)).ticks()
-    assert (ticks[0], ticks[-1][1]) == ((188.0, first), last)
+    assert (ticks[0], ticks[-1][1]) == ((188.0, first, 0.0), last)
     assert 4 <= len(ticks) <= 10
-    counts = [float(label.split()[0]) for _, label in ticks]
+    counts = [float(label.split()[0]) for _, label, _ in ticks]
     assert counts == pytest.approx([n * counts[1] for n in range(len(ticks))])
 
 
@@ -432,8 +449,8 @@ def test_no_label_lies_over_another_one(journal):
             number += 1
             journal.walk((number, epoch, number), GOOD, begin)
     page = render_html(read_lives(journal.storage))
-    above = sorted((left, right) for _, left, right, y in boxes(page, "dim mid") if left < 780)
-    assert all(right <= left for (_, right), (left, _) in pairwise(above))
+    found = sorted((y, left, right) for _, left, right, y in boxes(page, "dim mid") if left < 780)
+    assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(found))
     labels = [text for text, *_ in boxes(page, "dim mid")]
     assert labels.count("13.8 d") == len(epochs) - 1 and "0 h" in labels
     names = [box for box in boxes(page, "dim") if box[0].startswith("e11.")]
