@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated
 
@@ -150,12 +150,21 @@ class _Watched:
 
 
 def _verified(storage: Storage, overview: Overview, step: int, watched: _Watched) -> Verdict:
-    """The verdict. A directory that is gone is damage, unless the journal tells of its end by now."""
+    """The verdict. A directory that is gone, or another attempt's, is damage, unless the journal tells
+    of that by now.
+    """
+    checkpoint = overview.ledger.at(step)
+    assert checkpoint is not None, "only tracked steps are verified"
     try:
-        verdict = verify_step(storage, overview.layout, step, watched.choose, watched.read)
+        verdict = verify_step(storage, overview.layout, checkpoint, watched.choose, watched.read)
     finally:
         watched.end()
-    if verdict.gone and look(storage).ledger.at(step) is not None:
+    if verdict.good and not verdict.gone:
+        return verdict
+    now = look(storage).ledger.at(step)
+    if now is not None and now.id != checkpoint.id:  # rolled back, and saved again
+        return replace(verdict, gone=True)
+    if verdict.gone and now is not None:
         missing = f"{overview.layout.published_name(step)} is not there, and the journal tracks it"
         return Verdict(step, (missing,))
     return verdict

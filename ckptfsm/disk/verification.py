@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from ckptfsm.core.documents import FileEntry, Manifest
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, describe
+from ckptfsm.core.evidence import ANOTHER_MANIFEST, is_published_as
 from ckptfsm.core.layout import Layout, join
+from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import is_about_content, lookup
-from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_manifest
+from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_commit
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.disk.stock import inspect_stock
 
@@ -53,18 +55,19 @@ def _tell_nobody(piece: Piece) -> None:
 def verify_step(
     storage: Storage,
     layout: Layout,
-    step: int,
+    checkpoint: Checkpoint,
     choose: Choose = everything,
     progress: Callable[[Piece], None] = _tell_nobody,
 ) -> Verdict:
-    """Verify the checkpoint at the published name of ``step``.
+    """Verify the checkpoint of the journal at its published name.
 
     ``choose`` picks the files whose content is compared; ``progress`` is told of each piece read.
     Raises ``NewerSchema``, and the ``OSError`` of a sick disk.
     """
+    step = checkpoint.step
     name = layout.published_name(step)
     try:
-        return _verify(storage, layout, step, choose, progress)
+        return _verify(storage, layout, checkpoint, choose, progress)
     except NewerSchema:
         raise
     except (DamagedRoot, OSError) as error:
@@ -76,16 +79,23 @@ def verify_step(
 
 
 def _verify(
-    storage: Storage, layout: Layout, step: int, choose: Choose, progress: Callable[[Piece], None]
+    storage: Storage,
+    layout: Layout,
+    checkpoint: Checkpoint,
+    choose: Choose,
+    progress: Callable[[Piece], None],
 ) -> Verdict:
+    step = checkpoint.step
     name = layout.published_name(step)
-    manifest = read_manifest(storage, name)
-    if manifest is None:
+    commit = read_commit(storage, name)
+    if commit is None:
         stock = inspect_stock(storage, name, layout.tree)
         refused = () if stock.acceptable else (f"{name}: {stock.reason}",)
         gone = lookup(storage, name) is None
         return Verdict(step, refused, len(stock.files), gone=gone, digests=False)
+    manifest, crc = commit
     found = [
+        "" if is_published_as(checkpoint, manifest.of, crc) else ANOTHER_MANIFEST,
         *_form(storage, name, step, manifest),
         *_metadata(storage, name, manifest),
     ]
