@@ -29,6 +29,7 @@ from ckptfsm.core.errors import (
     ReshardWarning,
     SaveFailedWarning,
     UnsavedStepsWarning,
+    UnusedKeysWarning,
 )
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.manager import Manager
@@ -77,6 +78,7 @@ _WARNINGS = (
     UnsavedStepsWarning,
     PollMissingWarning,
     ReshardWarning,
+    UnusedKeysWarning,
 )
 
 

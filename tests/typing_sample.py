@@ -105,7 +105,9 @@ def several_parts(manager: CheckpointManager, request: object, parts: Mapping[st
     if found is not None:
         names: dict[str, Any] = found.parts
         dropped: tuple[str, ...] = found.dropped
-        print(names, dropped, found.state)
+        unused: tuple[str, ...] = found.unused
+        directory: str = found.directory
+        print(names, dropped, unused, directory, found.state)
 
 
 def look_after(manager: CheckpointManager) -> list[int]:

@@ -154,7 +154,7 @@ def _verify_latest(root: Path, overview: Overview) -> None:
     latest = overview.ledger.latest()
     assert latest is not None, "without a latest checkpoint nothing is prunable"
     with opened(root) as storage:
-        verdict = verify_step(storage, overview.layout, latest.step)
+        verdict = verify_step(storage, overview.layout, latest)
     if not verdict.good:
         said = f"nothing is pruned, because the latest is damaged: {verdict.problems[0]}"
         raise DamagedRoot(said, step=latest.step, file=overview.root)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import JournalCorrupt, StepNotFoundError
 from ckptfsm.core.layout import JOURNAL, LAYOUTS, MANIFEST, TRACKER, Layout
-from ckptfsm.core.lifecycle import State
+from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.overview import layout_of_names, look
@@ -133,13 +133,18 @@ def _verify_copy(place: Path, share: float, json: bool) -> None:
 class _Shelf:
     """The checkpoints of a root that can be verified, the newest first.
 
-    ``problem``: the journal is damaged. Then these are the directories at published names.
+    ``expected`` has the journal's checkpoint of each step. ``problem``: the journal is damaged. Then
+    the steps are those of published names, and nothing more is known of them.
     """
 
     root: str
     layout: Layout
-    steps: tuple[int, ...]
+    expected: Mapping[int, Checkpoint | None]
     problem: str = ""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(self.expected)
 
 
 def _shelf(storage: Storage) -> _Shelf:
@@ -151,9 +156,9 @@ def _shelf(storage: Storage) -> _Shelf:
         found = (layout.parse_published(name) for name in names)
         steps = sorted((step for step in found if step is not None), reverse=True)
         problem = f"{error.summary()}: judged is what stands under the names of steps"
-        return _Shelf(storage.root, layout, tuple(steps), problem)
-    tracked = [c.step for c in overview.ledger.in_state(State.TRACKED)]
-    return _Shelf(overview.root, overview.layout, tuple(tracked[::-1]))
+        return _Shelf(storage.root, layout, dict.fromkeys(steps), problem)
+    tracked = {c.step: c for c in overview.ledger.in_state(State.TRACKED)[::-1]}
+    return _Shelf(overview.root, overview.layout, tracked)
 
 
 def _share(text: str) -> float:
@@ -231,12 +236,20 @@ class _Watched:
 
 
 def _verified(storage: Storage, shelf: _Shelf, step: int, watched: _Watched) -> Verdict:
-    """The verdict. A directory that is gone is damage, unless the journal tells of its end by now."""
+    """The verdict. A directory that is gone, or another attempt's, is damage, unless the journal tells
+    of that by now.
+    """
+    expected = shelf.expected[step]
     try:
-        verdict = verify_step(storage, shelf.layout, step, watched.choose, watched.read)
+        verdict = verify_step(storage, shelf.layout, expected or step, watched.choose, watched.read)
     finally:
         watched.end()
-    if verdict.gone and not shelf.problem and look(storage).ledger.at(step) is not None:
+    if expected is None or (verdict.good and not verdict.gone):
+        return verdict
+    now = look(storage).ledger.at(step)
+    if now is not None and now.id != expected.id:  # rolled back, and saved again
+        return replace(verdict, gone=True)
+    if verdict.gone and now is not None:
         missing = f"{shelf.layout.published_name(step)} is not there, and the journal tracks it"
         return Verdict(step, (missing,))
     return verdict

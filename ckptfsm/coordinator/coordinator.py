@@ -55,7 +55,7 @@ from ckptfsm.core.events import (
     WriterForked,
     WritersLost,
 )
-from ckptfsm.core.evidence import is_whole, why_not_whole
+from ckptfsm.core.evidence import ANOTHER_MANIFEST, is_published_as, is_whole, why_not_whole
 from ckptfsm.core.layout import (
     INBOX,
     JOURNAL,
@@ -94,7 +94,7 @@ from ckptfsm.disk.inspection import (
     inspect_published,
     is_bare,
     newest_published_epoch,
-    read_manifest,
+    read_commit,
     read_tracker,
 )
 from ckptfsm.disk.journal import History, newest_segment, read_again, read_history
@@ -821,7 +821,7 @@ class Coordinator:
         if not is_whole(checkpoint, there):
             raise DamagedRoot(
                 f"step {checkpoint.step} is not whole, so nothing was rolled back: "
-                f"{why_not_whole(there)}",
+                f"{why_not_whole(checkpoint, there)}",
                 step=checkpoint.step,
                 file=self._layout.published_name(checkpoint.step),
             )
@@ -852,15 +852,18 @@ class Coordinator:
                 raise
 
     def _look_at(self, checkpoint: Checkpoint, lease: str) -> Located:
-        directory, problem, manifest = self._layout.published_name(checkpoint.step), "", None
+        directory, problem, commit = self._layout.published_name(checkpoint.step), "", None
         try:
-            manifest = read_manifest(self._storage, directory)
+            commit = read_commit(self._storage, directory)
         except NewerSchema:
             raise
         except DamagedRoot as error:
             problem = describe(error)
-        if manifest is None and not problem and checkpoint.provenance == "saved":
+        manifest = commit.manifest if commit is not None else None
+        if commit is None and not problem and checkpoint.provenance == "saved":
             problem = "it has no manifest"
+        if commit is not None and not is_published_as(checkpoint, commit.manifest.of, commit.crc):
+            problem = ANOTHER_MANIFEST
         return Located(
             checkpoint.step,
             directory,

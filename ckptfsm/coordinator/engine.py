@@ -403,6 +403,7 @@ class Engine:
             detail=printable(getattr(moved.event, "detail", "")),
             rank=getattr(moved.event, "rank", None) if moved.dest is State.FAILED else None,
             shard_bytes=checkpoint.shard_bytes,
+            manifest_crc=checkpoint.manifest_crc,
             run_seconds=self.run_seconds(),
             at=self._clock.wall(),
             created=checkpoint_record(checkpoint) if creates else None,
@@ -485,7 +486,7 @@ class Engine:
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         """Publish an attempt, then journal that. A published one is retried, and cannot fail (I1)."""
         try:
-            self.publisher.finalize(checkpoint)
+            manifest_crc = self.publisher.finalize(checkpoint)
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:
@@ -499,7 +500,7 @@ class Engine:
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return
         if not checkpoint.published:
-            self.post(PublishedOnDisk(checkpoint.id))
+            self.post(PublishedOnDisk(checkpoint.id, manifest_crc))
         self._retriable(Finalize(checkpoint.id), self.post, Published(checkpoint.id))
 
     def _run_tracker(self, checkpoint: Checkpoint) -> None:

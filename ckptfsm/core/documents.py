@@ -45,6 +45,7 @@ _NO_NAMES = frozenset({"", ".", ".."})
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Number = Annotated[int, Field(ge=1, le=10**9)]
+Checksum = Annotated[str, StringConstraints(pattern="^([0-9a-f]{8})?$")]
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MOST_LETTERS)]
 
 
@@ -238,6 +239,7 @@ class CheckpointRecord(Document):
     metrics: dict[str, float] = {}
     run_seconds: float = 0.0
     shard_bytes: Count = 0
+    manifest_crc: Checksum = ""
     reason: str = ""
     detail: str = ""
 
@@ -280,7 +282,7 @@ class TransitionRecord(Document):
     ``at`` is for people, never for decisions.
 
     ``created`` is filled by the events that begin a checkpoint, ``rank`` by the failure of one
-    rank.
+    rank. ``manifest_crc`` is the checksum that the manifest begins with, from ``finalized`` on.
     """
 
     type: Literal["transition"] = "transition"
@@ -295,6 +297,7 @@ class TransitionRecord(Document):
     detail: str = ""
     rank: Annotated[int, Field(ge=0)] | None = None
     shard_bytes: Count = 0
+    manifest_crc: Checksum = ""
     run_seconds: float = 0.0
     at: str = ""
     created: CheckpointRecord | None = None
@@ -380,6 +383,11 @@ def encode_sealed(document: BaseModel) -> bytes:
     return _SEAL + b"%08x" % zlib.crc32(body) + b'",' + body[1:]
 
 
+def checksum_of(data: bytes) -> str:
+    """The checksum in front of a sealed document, as eight hexadecimal digits; "" if it has none."""
+    return data[len(_SEAL) : len(_SEAL) + 8].decode("latin-1") if data.startswith(_SEAL) else ""
+
+
 def decode(model: type[D], data: bytes, file: str) -> D:
     """Parse ``data``, read from ``file``, and verify its checksum if it carries one.
 
@@ -450,6 +458,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
         metrics=dict(checkpoint.metrics),
         run_seconds=checkpoint.run_seconds,
         shard_bytes=checkpoint.shard_bytes,
+        manifest_crc=checkpoint.manifest_crc,
         reason=checkpoint.reason,
         detail=checkpoint.detail,
     )
@@ -467,6 +476,7 @@ def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
         metrics=tuple(sorted(record.metrics.items())),
         run_seconds=record.run_seconds,
         shard_bytes=record.shard_bytes,
+        manifest_crc=record.manifest_crc,
         reason=record.reason,
         detail=record.detail,
     )

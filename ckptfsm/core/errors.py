@@ -280,6 +280,10 @@ class RanksDisagreeWarning(UserWarning):
     """Ranks give different values for what a checkpoint keeps once: the first rank's is kept."""
 
 
+class UnusedKeysWarning(UserWarning):
+    """A restore left out keys of the checkpoint, because no rank asked for them."""
+
+
 class RecoveryWarning(UserWarning):
     """Opening the root, or restoring from it, found a problem that a person should know."""
 

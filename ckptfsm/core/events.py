@@ -69,9 +69,13 @@ class FinalizersRan(Event):
 
 @dataclass(frozen=True, slots=True)
 class PublishedOnDisk(Event):
-    """Metadata and manifest are durable and the directory has its published name."""
+    """Metadata and manifest are durable and the directory has its published name.
+
+    ``manifest_crc`` is the checksum that the manifest begins with.
+    """
 
     name: ClassVar[str] = "published_on_disk"
+    manifest_crc: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class FoundPublished(Event):
     """Recovery found the attempt published, with a valid manifest that names the attempt."""
 
     name: ClassVar[str] = "found_published"
+    manifest_crc: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,7 @@ class Adopted(Event):
     name: ClassVar[str] = "adopted"
     run_seconds: float = 0.0
     metrics: tuple[tuple[str, float], ...] = ()
+    manifest_crc: str = ""
 
 
 # ------------------------------------------------------------------------------------- commands

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Final, Literal
 
 from ckptfsm.core.layout import MEGATRON, Layout
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.parts import AttemptId
+
+ANOTHER_MANIFEST: Final = (
+    "its manifest is not the one that the journal recorded: another run's, or changed since"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class PublishedEvidence:
     - ``damaged``: our manifest does not match the files.
     - ``unexplained``: none of these.
     - ``no_directory``: the name is a link or a file, which this library never makes.
+
+    ``manifest_crc`` is the checksum that its manifest begins with.
     """
 
     step: int
@@ -33,6 +39,7 @@ class PublishedEvidence:
     run_seconds: float = 0.0
     detail: str = ""
     metrics: tuple[tuple[str, float], ...] = ()
+    manifest_crc: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,16 @@ def is_whole(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
     """True if the directory at the checkpoint's name is this very checkpoint, with all its files."""
     if there.found == "stock":
         return checkpoint.provenance == "adopted"
-    return there.found == "manifest" and there.of == checkpoint.id
+    return there.found == "manifest" and is_published_as(checkpoint, there.of, there.manifest_crc)
+
+
+def is_published_as(checkpoint: Checkpoint, of: AttemptId | None, manifest_crc: str) -> bool:
+    """True if a manifest with this attempt and checksum is the one that the checkpoint was given.
+
+    Two runs with one schedule have attempts of the same names. Journals of earlier versions have no
+    checksum: then the name is all there is to compare.
+    """
+    return of == checkpoint.id and checkpoint.manifest_crc in ("", manifest_crc)
 
 
 def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
@@ -121,6 +137,9 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
     A directory without a readable manifest names no attempt: an adopted one has none, and a
     manifest may be torn. Such a directory belongs to the checkpoint unless ``moved`` says that the
     checkpoint's directory lies in the trash or in quarantine.
+
+    A directory of another run, with an attempt of the same name, counts as the checkpoint's, damaged:
+    it is neither resumed from nor deleted.
     """
     if checkpoint.reason == "missing":  # it was not there when it was withdrawn
         return False
@@ -140,10 +159,12 @@ def went_on(checkpoint: Checkpoint, tracker: TrackerEvidence) -> bool:
     return tracker.step == checkpoint.step or not tracker.by_us
 
 
-def why_not_whole(there: PublishedEvidence | None) -> str:
+def why_not_whole(checkpoint: Checkpoint, there: PublishedEvidence | None) -> str:
     """The reason, for people, why a checkpoint is not whole."""
     if there is None:
         return "its directory is missing"
     if there.found == "stock":
         return "it has no manifest"
+    if there.found == "manifest" and there.of == checkpoint.id:
+        return ANOTHER_MANIFEST
     return there.detail or "another checkpoint stands at its name"

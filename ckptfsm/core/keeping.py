@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_whole
+from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_published_as, is_whole
 from ckptfsm.core.lifecycle import Checkpoint
 
 # ------------------------------------------------------------------------------------------- prune
@@ -23,7 +23,7 @@ class Place(Enum):
 
     AT_ITS_NAME = "its directory stands at its name"
     LEFT = "its name is free, or another directory has it: its directory was moved before"
-    DAMAGED = "the directory at its name is not whole, and names no checkpoint"
+    DAMAGED = "the directory at its name names no checkpoint, or has the manifest of another run"
 
 
 class PruneDecision(Enum):
@@ -82,12 +82,10 @@ def place_of(checkpoint: Checkpoint, there: PublishedEvidence | None, moved: boo
     """
     if there is None:
         return Place.LEFT
-    own = is_its_own(checkpoint, there, moved)
-    if own and (there.of is not None or is_whole(checkpoint, there)):
-        return Place.AT_ITS_NAME
-    if moved or there.of is not None:
-        return Place.LEFT
-    return Place.DAMAGED
+    if not is_its_own(checkpoint, there, moved):
+        return Place.LEFT if moved or there.of is not None else Place.DAMAGED
+    named = is_published_as(checkpoint, there.of, there.manifest_crc)
+    return Place.AT_ITS_NAME if named or is_whole(checkpoint, there) else Place.DAMAGED
 
 
 def decide_prune(facts: PruneFacts) -> PruneDecision:

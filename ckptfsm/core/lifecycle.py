@@ -98,7 +98,7 @@ class Checkpoint:
     ``run_seconds`` is the training time accumulated at its request, over all restarts.
     ``finalizers_ran`` are the ranks that have run their foreign finalizers. ``published``: the
     directory has its published name, which the journal may not record yet. A restart learns the name
-    from disk.
+    from disk. ``manifest_crc`` is the checksum of its published manifest, "" if that is not known.
     """
 
     id: AttemptId
@@ -115,6 +115,7 @@ class Checkpoint:
     published: bool = False
     gone: frozenset[int] = frozenset()
     shard_bytes: int = 0
+    manifest_crc: str = ""
     reason: str = ""
     detail: str = ""
 
@@ -561,7 +562,9 @@ def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
             tally.add(event)
             return tally.checkpoint()
         case PublishedOnDisk():
-            return replace(checkpoint, published=True)
+            return replace(checkpoint, published=True, manifest_crc=event.manifest_crc)
+        case FoundPublished():
+            return replace(checkpoint, manifest_crc=event.manifest_crc)
         case WritersLost():
             return replace(checkpoint, gone=writing_ranks(checkpoint))
         case Failed() | Withdrawn():
@@ -572,6 +575,7 @@ def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
                 provenance="adopted",
                 run_seconds=event.run_seconds,
                 metrics=event.metrics,
+                manifest_crc=event.manifest_crc,
             )
         case _:
             return checkpoint

@@ -474,10 +474,13 @@ class Survey(NamedTuple):
 
     - ``missing``: keys of sharded objects that the checkpoint does not have in this sharding.
     - ``shardings``: for each part, the regions that its shards cover, in the driver's format.
+    - ``stored``: for each part, the keys that the checkpoint has. The same on every rank, so only
+      rank 0 fills it.
     """
 
     missing: set[str]
     shardings: Mapping[str, Any]
+    stored: Mapping[str, frozenset[str]]
 
 
 class Reading(Protocol):
@@ -550,8 +553,11 @@ class Driver(Protocol):
         """
         ...
 
-    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
-        """At rank 0: raise if the ranks' states do not fit together, apart from the keys to drop."""
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
+        """At rank 0: raise if the ranks' states do not fit together, apart from the keys to drop.
+
+        Returns the keys of the checkpoint that no rank asks for.
+        """
         ...
 
     def plan_reading(

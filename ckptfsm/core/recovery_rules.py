@@ -203,7 +203,7 @@ def _of_the_directory(facts: Facts) -> str:
 def _not_whole(facts: Facts) -> str:
     trashed = facts.there is None and facts.in_trash
     lies = f"; look in {TRASH} and {QUARANTINE}" if trashed else ""
-    return why_not_whole(facts.there) + lies
+    return why_not_whole(facts.checkpoint, facts.there) + lies
 
 
 # ------------------------------------------------------------------------------------------ rules
@@ -472,5 +472,7 @@ def _action(kind: type[Event | Command], rule: Rule, facts: Facts, why: str) -> 
     if kind is Reprieved:
         return Reprieved(of, "restart")
     if kind is Adopted and there is not None:
-        return Adopted(of, there.run_seconds, there.metrics)
+        return Adopted(of, there.run_seconds, there.metrics, there.manifest_crc)
+    if kind is FoundPublished and there is not None:
+        return FoundPublished(of, there.manifest_crc)
     return kind(of)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, decode
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, checksum_of, decode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.core.evidence import (
     Evidence,
@@ -70,8 +71,21 @@ def read_tracker(storage: Storage) -> TrackerEvidence:
     return TrackerEvidence("step", value, by_us=text == tracker_text(value))
 
 
+class Commit(NamedTuple):
+    """A manifest, and the checksum that its file begins with."""
+
+    manifest: Manifest
+    crc: str
+
+
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:
-    """The manifest of a directory; None where there is none.
+    """The manifest of a directory; None where there is none. Raises as ``read_commit`` does."""
+    found = read_commit(storage, directory)
+    return found.manifest if found is not None else None
+
+
+def read_commit(storage: Storage, directory: str) -> Commit | None:
+    """The manifest of a directory and its checksum; None where there is none.
 
     Raises ``DamagedRoot``, also where a link is on the way to it: that is never followed.
     """
@@ -82,7 +96,8 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
             return None
         if found.kind != "file":
             raise DamagedRoot("the manifest is not a regular file", file=path)
-        return decode(Manifest, read_document(storage, path, MAX_DOCUMENT_BYTES), path)
+        data = read_document(storage, path, MAX_DOCUMENT_BYTES)
+        return Commit(decode(Manifest, data, path), checksum_of(data))
     except OSError as error:
         if isinstance(error, (CkptFsmError, FileNotFoundError)) or not is_about_content(error):
             raise
@@ -167,15 +182,16 @@ def _inspect(
         kind = found.kind if found else "nothing"
         return PublishedEvidence(step, "no_directory", detail=f"{directory} is a {kind}")
     try:
-        manifest = read_manifest(storage, directory)
+        commit = read_commit(storage, directory)
     except (DamagedRoot, OSError) as error:
         _raise_unless_damage(error)
         return PublishedEvidence(step, "damaged", detail=f"{directory}: {error}")
-    if manifest is None:
+    if commit is None:
         verdict = inspect_stock(storage, directory, layout.tree)
         if verdict.acceptable:
             return PublishedEvidence(step, "stock")
         return PublishedEvidence(step, "unexplained", detail=f"{directory}: {verdict.reason}")
+    manifest, crc = commit
     problem = "" if manifest.step == step else f"its manifest is of step {manifest.step}"
     try:
         if files:
@@ -185,9 +201,10 @@ def _inspect(
         _raise_unless_damage(error)
         problem = str(error)
     if problem:
-        return PublishedEvidence(step, "damaged", manifest.of, detail=f"{directory}: {problem}")
-    metrics = tuple(sorted(manifest.metrics.items()))
-    return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds, metrics=metrics)
+        detail = f"{directory}: {problem}"
+        return PublishedEvidence(step, "damaged", manifest.of, detail=detail, manifest_crc=crc)
+    metrics, seconds = tuple(sorted(manifest.metrics.items())), manifest.run_seconds
+    return PublishedEvidence(step, "manifest", manifest.of, seconds, "", metrics, crc)
 
 
 def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, path: str) -> bool:

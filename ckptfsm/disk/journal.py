@@ -269,7 +269,17 @@ class Replayed:
     ``at``: the time of its last move, "" if that came before this segment.
     """
 
-    __slots__ = ("_base", "_detail", "_has_moved", "_reason", "_shard_bytes", "at", "state", "step")
+    __slots__ = (
+        "_base",
+        "_detail",
+        "_has_moved",
+        "_manifest_crc",
+        "_reason",
+        "_shard_bytes",
+        "at",
+        "state",
+        "step",
+    )
 
     def __init__(self, base: Checkpoint, at: str = "") -> None:
         self.step = base.step
@@ -278,6 +288,7 @@ class Replayed:
         self._base = base
         self._has_moved = False
         self._shard_bytes = base.shard_bytes
+        self._manifest_crc = base.manifest_crc
         self._reason = base.reason
         self._detail = base.detail
 
@@ -287,6 +298,7 @@ class Replayed:
         self.at = record.at
         self._has_moved = True
         self._shard_bytes = record.shard_bytes or self._shard_bytes
+        self._manifest_crc = record.manifest_crc or self._manifest_crc
         self._reason = record.reason or self._reason
         self._detail = record.detail or self._detail
 
@@ -306,6 +318,7 @@ class Replayed:
             run_seconds=base.run_seconds,
             forked=writing_ranks(base) if self.state is not State.REQUESTED else base.forked,
             shard_bytes=self._shard_bytes,
+            manifest_crc=self._manifest_crc,
             reason=self._reason,
             detail=self._detail,
         )

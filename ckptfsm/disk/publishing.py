@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.documents import encode_sealed
+from ckptfsm.core.documents import checksum_of, encode_sealed
 from ckptfsm.core.errors import DamagedRoot, OutcomeUnknown, SaveFailed, StorageError
+from ckptfsm.core.evidence import is_published_as
 from ckptfsm.core.layout import (
     MANIFEST,
     PLANNED,
@@ -45,7 +46,7 @@ from ckptfsm.disk.durable import (
     parent_of,
     put,
 )
-from ckptfsm.disk.inspection import read_manifest, read_tracker
+from ckptfsm.disk.inspection import Commit, read_commit, read_tracker
 from ckptfsm.disk.setting_aside import move_aside
 from ckptfsm.disk.trash import sweep_attempt
 
@@ -80,18 +81,20 @@ class Publisher:
         if checkpoint.in_place:
             make_dirs(self.storage, begun_name(checkpoint.id), base=directory)
 
-    def finalize(self, checkpoint: Checkpoint) -> None:
-        """Check every receipt, write metadata and manifest, publish by one rename (I3, I4)."""
+    def finalize(self, checkpoint: Checkpoint) -> str:
+        """Check every receipt, write metadata and manifest, publish by one rename (I3, I4).
+
+        Returns the checksum that the manifest begins with.
+        """
         self.check_epoch()
         target = self.layout.published_name(checkpoint.step)
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if checkpoint.in_place:
-            if self._is_committed(checkpoint, directory):
-                return
-        elif self._is_published(checkpoint, target):
-            # An error came after the rename, or the journal could not take it: publish no second time.
-            self._fsync_names(checkpoint, target)
-            return
+            there = self._committed(checkpoint, directory)
+        else:
+            there = self._published(checkpoint, target)
+        if there is not None:
+            return there.crc
         shares = self.assembly.shares(checkpoint, directory)
         files = self.assembly.listed(checkpoint, directory, shares)
         sweep_attempt(self.storage, directory, {entry.name for entry in files})
@@ -112,6 +115,7 @@ class Publisher:
         else:
             put(self.storage, f"{directory}/{MANIFEST}", manifest, tag=self.tag)
             self._publish(checkpoint, directory, target, manifest)
+        return checksum_of(manifest)
 
     def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
         """Put the manifest, which is the commit in place. Once it may be seen, no error undoes it."""
@@ -127,24 +131,35 @@ class Publisher:
                 step=checkpoint.step,
             ) from error
 
-    def _is_committed(self, checkpoint: Checkpoint, directory: str) -> bool:
-        """True if this attempt's manifest is there already, in place. Makes its name durable again."""
-        manifest = read_manifest(self.storage, directory)
-        if manifest is None or manifest.of != checkpoint.id:
-            return False
-        # A manifest from before an error, or a crash, may not have a durable name.
-        self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))
-        return True
+    def _committed(self, checkpoint: Checkpoint, directory: str) -> Commit | None:
+        """This attempt's manifest, if it is there already, in place. Makes its name durable again."""
+        found = self._own_commit(checkpoint, directory)
+        if found is not None:
+            # A manifest from before an error, or a crash, may not have a durable name.
+            self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))
+        return found
 
-    def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
-        """True if this attempt has its published name. Raises ``SaveFailed`` if another has it."""
+    def _own_commit(self, checkpoint: Checkpoint, directory: str) -> Commit | None:
+        """The manifest in a directory, if it is this attempt's."""
+        found = read_commit(self.storage, directory)
+        own = found is not None and is_published_as(checkpoint, found.manifest.of, found.crc)
+        return found if own else None
+
+    def _published(self, checkpoint: Checkpoint, target: str) -> Commit | None:
+        """The manifest at the published name, if this attempt has it. Makes the name durable again.
+
+        Raises ``SaveFailed`` if another one has it.
+        """
         found = lookup(self.storage, target)
         if found is None:
-            return False
-        manifest = read_manifest(self.storage, target) if found.kind == "dir" else None
-        if manifest is not None and manifest.of == checkpoint.id:
-            return True
-        raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
+            return None
+        own = self._own_commit(checkpoint, target) if found.kind == "dir" else None
+        if own is None:
+            said = f"{target} is taken by something else"
+            raise SaveFailed(said, file=target, step=checkpoint.step)
+        # An error came after the rename, or the journal could not take it: publish no second time.
+        self._fsync_names(checkpoint, target)
+        return own
 
     def _publish(
         self, checkpoint: Checkpoint, directory: str, target: str, manifest: bytes
@@ -170,8 +185,7 @@ class Publisher:
             self.storage.fsync_dir("")
             self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
             if manifest is None:
-                found = read_manifest(self.storage, target)
-                ours = found is not None and found.of == checkpoint.id
+                ours = self._own_commit(checkpoint, target) is not None
             else:
                 ours = content_is(self.storage, f"{target}/{MANIFEST}", manifest)
             if not ours:

@@ -145,7 +145,7 @@ class Mover:
         place = place_of(checkpoint, there, there is not None and self._was_moved(checkpoint))
         if place is Place.DAMAGED:
             name = self.layout.published_name(checkpoint.step)
-            raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
+            raise DamagedRoot(why_not_whole(checkpoint, there), file=name, step=checkpoint.step)
         return place is Place.AT_ITS_NAME
 
     def _look(self, step: int) -> tuple[FileStat | None, PublishedEvidence | None]:
@@ -222,7 +222,7 @@ class Mover:
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             name = self.layout.published_name(checkpoint.step)
-            raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
+            raise DamagedRoot(why_not_whole(checkpoint, there), file=name, step=checkpoint.step)
         return Pruned(kept=why)
 
     # ---------------------------------------------------------------------------------- clean up

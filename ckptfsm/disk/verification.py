@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from ckptfsm.core.documents import FileEntry, Manifest
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, describe
+from ckptfsm.core.evidence import ANOTHER_MANIFEST, is_published_as
 from ckptfsm.core.layout import MANIFEST, Layout, join
+from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import each_kind, is_about_content, lookup
-from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_manifest
+from ckptfsm.disk.inspection import Commit, check_extra_shards, check_sizes, read_commit
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.disk.stock import inspect_stock
 
@@ -56,31 +58,32 @@ def _tell_nobody(piece: Piece) -> None:
 def verify_step(
     storage: Storage,
     layout: Layout,
-    step: int,
+    expected: Checkpoint | int,
     choose: Choose = everything,
     progress: Callable[[Piece], None] = _tell_nobody,
 ) -> Verdict:
-    """Verify the checkpoint at the published name of ``step``. See ``verify_directory``."""
-    name = layout.published_name(step)
-    return verify_directory(storage, name, layout, step, choose, progress)
+    """Verify the checkpoint at its published name. See ``verify_directory``."""
+    name = layout.published_name(expected.step if isinstance(expected, Checkpoint) else expected)
+    return verify_directory(storage, name, layout, expected, choose, progress)
 
 
 def verify_directory(
     storage: Storage,
     name: str,
     layout: Layout,
-    step: int | None,
+    expected: Checkpoint | int | None,
     choose: Choose = everything,
     progress: Callable[[Piece], None] = _tell_nobody,
 ) -> Verdict:
     """Verify the checkpoint in the directory ``name``, also a copy that no journal tells of.
 
-    ``step``: what its manifest has to say, or None if any step will do. ``choose`` picks the files whose
-    content is compared; ``progress`` is told of each piece read. Raises ``NewerSchema``, and the
-    ``OSError`` of a sick disk.
+    ``expected`` is the checkpoint of the journal, or its step, or None if any will do. ``choose`` picks
+    the files whose content is compared; ``progress`` is told of each piece read. Raises
+    ``NewerSchema``, and the ``OSError`` of a sick disk.
     """
+    step = expected.step if isinstance(expected, Checkpoint) else expected
     try:
-        return _verify(storage, name, layout, step, choose, progress)
+        return _verify(storage, name, layout, expected, choose, progress)
     except NewerSchema:
         raise
     except (DamagedRoot, OSError) as error:
@@ -95,18 +98,21 @@ def _verify(
     storage: Storage,
     name: str,
     layout: Layout,
-    step: int | None,
+    expected: Checkpoint | int | None,
     choose: Choose,
     progress: Callable[[Piece], None],
 ) -> Verdict:
-    manifest = read_manifest(storage, name)
-    if manifest is None:
+    step = expected.step if isinstance(expected, Checkpoint) else expected
+    commit = read_commit(storage, name)
+    if commit is None:
         stock = inspect_stock(storage, name, layout.tree)
         refused = () if stock.acceptable else (f"{name}: {stock.reason}",)
         gone = lookup(storage, name) is None
         return Verdict(step, refused, len(stock.files), gone=gone, digests=False)
+    manifest = commit.manifest
     step = manifest.step if step is None else step
     found = [
+        _identity(expected, commit),
         *_form(storage, name, step, manifest),
         *_metadata(storage, name, manifest),
     ]
@@ -121,6 +127,14 @@ def _verify(
     gone = lookup(storage, name) is None
     read = sum(file.bytes for file in chosen)
     return Verdict(step, tuple(problems), len(manifest.files), read, gone, strangers=strangers)
+
+
+def _identity(expected: Checkpoint | int | None, commit: Commit) -> str:
+    """The fault of a manifest that is not the one that the journal vouches for."""
+    if not isinstance(expected, Checkpoint):
+        return ""
+    own = is_published_as(expected, commit.manifest.of, commit.crc)
+    return "" if own else ANOTHER_MANIFEST
 
 
 def strangers_in(storage: Storage, name: str, manifest: Manifest) -> tuple[str, ...]:

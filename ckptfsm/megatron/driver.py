@@ -37,7 +37,7 @@ from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
-from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
+from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
     Share,
@@ -251,6 +251,7 @@ class MegatronDriver:
     ) -> Survey:
         absent: set[str] = set()
         shardings: dict[str, Any] = {}
+        stored: dict[str, frozenset[str]] = {}
         for name, state in parts.items():
             if file_spec(name, state) is not None:
                 continue
@@ -259,16 +260,22 @@ class MegatronDriver:
                 prepared, _, _ = load_preprocess(with_objects(name, state))
                 sharded, _ = extract_sharded_base(prepared)
                 shardings[name] = [value.without_data() for value in nested_values(sharded)]
-                if shardings[name]:
+                if shardings[name] or self._rank == 0:
                     have = metadata_of(directories[name])
                     absent |= check_fit(name, shardings[name], have, droppable)
-        return Survey(absent, shardings)
+                    if self._rank == 0:
+                        stored[name] = keys_of(have)
+        return Survey(absent, shardings, stored)
 
-    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
+        unused: set[str] = set()
         for name in surveys[0].shardings:
             ranks = [[v for v in s.shardings[name] if v.key not in drop] for s in surveys]
             with process_group():
                 check_shards(name, ranks, RestoreFailed)
+            asked = {v.key for s in surveys for v in s.shardings[name]}
+            unused |= surveys[0].stored[name] - asked
+        return unused
 
     def plan_reading(
         self,

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe
+from ckptfsm.disk.stock import COMMON_KEY
 
 
 def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmError]) -> None:
@@ -71,6 +72,11 @@ def _without_data(key: str, value: Any) -> tuple[str, Any]:
         return key, ShardedTensor.from_rank_offsets(key, empty).without_data()
     made = ShardedObject.empty_from_unique_key(key)
     return made.unique_key, made
+
+
+def keys_of(have: Mapping[str, Any]) -> frozenset[str]:
+    """The keys of sharded metadata as a trainer names them, without megatron-core's own."""
+    return frozenset(found.key for name, found in have.items() if name != COMMON_KEY)
 
 
 def check_fit(

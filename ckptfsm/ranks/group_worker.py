@@ -39,7 +39,7 @@ from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
 from ckptfsm.ranks.proposal import Proposal, agree
-from ckptfsm.ranks.restoring import Restorer, warn_of_drops
+from ckptfsm.ranks.restoring import Restorer, warn_of_rest
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.image import ChunkSource, Copying, FromImages, Image, copying_of
 from ckptfsm.writers.plain_files import (
@@ -340,13 +340,15 @@ class BaseGroupWorker:
         state: Any = None,
         *,
         parts: Mapping[str, Any] | None = None,
+        partial: bool = False,
     ) -> Restored:
         """Load this rank's share of ``part`` from the controller's ``found`` (collective in the
         group).
 
         The shapes are those of ``write``. Objects in ``reshard_drops`` that do not reshard are left
-        out with a ``ReshardWarning``. Raises the error of the load, ``RestoreFailed`` on other
-        ranks.
+        out with a ``ReshardWarning``. Keys that no rank of the group asks for are left out with an
+        ``UnusedKeysWarning``, unless ``partial``. Raises the error of the load, ``RestoreFailed`` on
+        other ranks.
         """
         known = {spec.name: spec for spec in found.parts}
         if known and part not in known:
@@ -364,7 +366,7 @@ class BaseGroupWorker:
             restorer = Restorer(self._ports, storage, self._config, _no_coordinator, hear)
             restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         if self._ports.transport.rank == 0:
-            warn_of_drops(restored)
+            warn_of_rest(restored, partial=partial)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
 

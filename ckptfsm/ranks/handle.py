@@ -73,12 +73,16 @@ class Restored:
     """The result of ``restore``: ``state`` for a single part, or by name in ``parts``.
 
     ``dropped`` are the keys of sharded objects that this sharding cannot load (RNG state).
+    ``unused`` are the keys of the restored parts that no rank asked for. A part that was not named
+    is not among them. ``directory`` is the absolute path that was read.
     """
 
     step: int
     state: Any
     parts: dict[str, Any]
     dropped: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    directory: str = ""
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from ckptfsm.ranks.coordinator_client import Answer
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import Proposal, agree
-from ckptfsm.ranks.restoring import warn_of_drops
+from ckptfsm.ranks.restoring import warn_of_rest
 from ckptfsm.ranks.session import Session, whole_step
 
 log = logging.getLogger("ckptfsm")
@@ -200,6 +200,7 @@ class Manager(Session):
         *,
         parts: Mapping[str, Any] | None = None,
         step: int | None = None,
+        partial: bool = False,
     ) -> Restored | None:
         """Load the latest checkpoint, or that of ``step``, into the shape of ``state``
         (collective).
@@ -209,7 +210,10 @@ class Manager(Session):
         the newest valid one under ``resume="fallback"``. If this raises, tensors of ``state`` may
         have been overwritten, as by megatron-core's load. Loads under another
         tensor-parallel or world size; sharded objects in ``reshard_drops`` that do not reshard are
-        left out with a warning. Returns None only when there is no evidence of any checkpoint.
+        left out with a warning. Keys of the checkpoint that no rank asks for are left out too. They
+        are in ``Restored.unused``, and a warning names them unless ``partial``. A plain value needs
+        no asking: all of them are returned. Returns None only when there is no evidence of any
+        checkpoint.
 
         Raises ``StepNotFoundError``, ``DamagedRoot``, or the error of the load.
         """
@@ -219,5 +223,5 @@ class Manager(Session):
             restored = self._restorer(self.config).restore(state, parts, step)
         self._participant.say_notes()
         if restored is not None and self.rank == 0:
-            warn_of_drops(restored)
+            warn_of_rest(restored, partial=partial)
         return restored

@@ -31,6 +31,7 @@ from ckptfsm.core.errors import (
     RankInterrupted,
     ReshardWarning,
     RestoreFailed,
+    UnusedKeysWarning,
     describe,
 )
 from ckptfsm.core.layout import join
@@ -45,6 +46,7 @@ log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
 _LEAVING = (KeyboardInterrupt, SystemExit)
+_KEYS_SHOWN = 5
 
 
 class _FoundDamaged(Exception):
@@ -253,14 +255,17 @@ class Restorer:
         survey = self._everywhere(step, self.driver.survey, wanted, directories, droppable)
         dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
-        self._everywhere(step, self._check_surveys, surveys, dropped)
+        found = self._everywhere(step, self._check_surveys, surveys, dropped)
+        unused: set[str] = self.transport.broadcast(found)
         if verified.readers:
             self._read(step, verified)
         load = self.driver.load if verified.reading is None else verified.reading.load
         loaded = self._everywhere(step, load, wanted, directories, dropped)
-        self._everywhere(step, self.storage.absolute, located.directory)  # still the verified one
+        # Still the verified one.
+        directory = self._everywhere(step, self.storage.absolute, located.directory)
         own = {name: loaded[name] for name, value in named.items() if value is not None}
-        return Restored(step, only(own.values()), own, tuple(sorted(dropped)))
+        keys = tuple(sorted(dropped)), tuple(sorted(unused))
+        return Restored(step, only(own.values()), own, *keys, directory)
 
     def _read(self, step: int, verified: _Verified) -> None:
         """Read this rank's files into its state. Raises ``_FoundDamaged`` if any rank found a bad
@@ -302,12 +307,13 @@ class Restorer:
         base = self.storage.absolute(located.directory)
         return {name: join(base, known.get(name, "")) for name in named}
 
-    def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> None:
+    def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> set[str]:
         """Find mismatches at rank 0 that would make one rank raise inside the load, and the others
         wait.
+
+        Returns the keys that no rank asks for, at rank 0.
         """
-        if surveys is not None:
-            self.driver.check(surveys, dropped)
+        return self.driver.check(surveys, dropped) if surveys is not None else set()
 
     def _agree_on_drops(self, missing: set[str]) -> set[str]:
         """The keys that some rank cannot load in its sharding, if they may be left out."""
@@ -372,8 +378,13 @@ def _fault_found_by(work: Callable[[], str]) -> str:
         return describe(error)  # for example a link in place of a directory
 
 
-def warn_of_drops(restored: Restored) -> None:
-    """Warn of objects that were left out: the run then differs from the saved one."""
+def warn_of_rest(restored: Restored, *, partial: bool) -> None:
+    """Warn of what was left out: the run then differs from the saved one.
+
+    ``partial``: the caller did not mean to ask for every key.
+    """
+    if restored.unused and not partial:
+        warn_caller(UnusedKeysWarning(_unused(restored)))
     if restored.dropped:
         warn_caller(
             ReshardWarning(
@@ -382,3 +393,15 @@ def warn_of_drops(restored: Restored) -> None:
                 "bit-for-bit the same"
             )
         )
+
+
+def _unused(restored: Restored) -> str:
+    """The keys that nobody asked for, in words: the first ones and their number."""
+    count = len(restored.unused)
+    first, more = restored.unused[:_KEYS_SHOWN], count - _KEYS_SHOWN
+    rest = f" and {more} more" if more > 0 else ""
+    return (
+        f"step {restored.step}: {count} key{'s' if count > 1 else ''} of the checkpoint left out, "
+        f"which no rank asks for: {', '.join(first)}{rest}. An optimizer that has made no "
+        "step asks for no moments. Pass partial=True to leave keys out on purpose"
+    )

@@ -69,6 +69,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "restart-only": "a restart adopts and finds published, before the first save of its segment",
         "reason": "who fails, is withdrawn or reprieved says why; only a failure names a rank",
         "shard-bytes": "the bytes of a checkpoint never shrink",
+        "manifest": "a checkpoint gets its manifest where it is published, and never another",
         "intent": "a rollback begins and ends once, or gives way to a fresh start; no save in between",
         "rollback": "only a rollback withdraws for one, above its target, and all that is there",
         "metrics": "only a tracked checkpoint gets metrics after its save",
@@ -77,13 +78,14 @@ RULES: Mapping[str, str] = MappingProxyType(
 
 _PREFIX, _MIDDLE = b'{"crc":"', b'","record":'
 _BODY = len(_PREFIX) + 8 + len(_MIDDLE)
-_ADDED = {"retention"}  # the fields that journals of earlier versions do not have
+_ADDED = {"retention", "manifest_crc"}  # the fields that journals of earlier versions do not have
 _ABSENT, _TRACKED, _PRUNABLE = State.ABSENT.value, State.TRACKED.value, State.PRUNABLE.value
 _FAILED, _QUARANTINED, _PRUNED = State.FAILED.value, State.QUARANTINED.value, State.PRUNED.value
 _IN_FLIGHT = frozenset(state.value for state in IN_FLIGHT)
 _UNPUBLISHED = frozenset(state.value for state in UNPUBLISHED)
 _ENDED = frozenset(state.value for state in ENDED)
 _GONE = _ENDED - {_QUARANTINED}
+_PUBLISHING = frozenset({"published", "found_published"})
 _ALONE = frozenset({"writer_forked", "shard_reported", "published"})  # concern no other checkpoint
 _REASONS = ("rollback", "damaged", "missing", "fresh")
 _CARRIED = (
@@ -95,7 +97,7 @@ _CARRIED = (
 )
 _FIELDS = tuple(TransitionRecord.model_fields)
 _NONE = type(None)
-_PLAIN = (str, int, int, int, int, str, str, str, str, str, _NONE, int, float, str, _NONE)
+_PLAIN = (str, int, int, int, int, str, str, str, str, str, _NONE, int, str, float, str, _NONE)
 _MOST_BYTES = 1 << 62
 
 _Id = tuple[int, int, int]
@@ -437,9 +439,13 @@ class _Replay:
             self._judge(of, source, event, dest, record)
         if not after["shard_bytes"] <= record["shard_bytes"] <= _MOST_BYTES:
             self.fail("shard-bytes", f"{_text(of)}: {record['shard_bytes']}")
+        known, crc = after.get("manifest_crc", ""), record["manifest_crc"]
+        if crc != known and (known or event not in _PUBLISHING):
+            self.fail("manifest", f"{_text(of)}: {event} with {crc!r}, known is {known!r}")
         self._move(of, after, source, dest)
         after["state"] = dest
         after["shard_bytes"] = record["shard_bytes"]
+        after["manifest_crc"] = crc
         after["reason"] = record["reason"] or after["reason"]
         after["detail"] = record["detail"] or after["detail"]
 

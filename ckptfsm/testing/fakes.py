@@ -243,14 +243,24 @@ class FakeDriver:
         """Find the keys of the given states that this rank's shard does not have."""
         self.maybe_fail("survey")
         absent: set[str] = set()
+        asked: dict[str, set[str]] = {}
+        stored: dict[str, frozenset[str]] = {}
         for name, value in parts.items():
             if isinstance(value, Mapping) and value:
-                absent |= set(value) - set(self._shard(directories[name]))
-        return Survey(absent, {})
+                shard = self._shard(directories[name])
+                asked[name] = set(value)
+                absent |= asked[name] - set(shard)
+                stored[name] = frozenset(key for key in shard if isinstance(shard[key], bytes))
+        return Survey(absent, asked, stored)
 
-    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
-        """Accept: every state fits."""
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
+        """Accept: every state fits. As in megatron-core, nobody has to ask for a plain value: only
+        bytes stand for a tensor.
+        """
         self.maybe_fail("check")
+        asked = (keys for survey in surveys for keys in survey.shardings.values())
+        stored = (keys for survey in surveys for keys in survey.stored.values())
+        return set[str]().union(*stored) - set[str]().union(*asked)
 
     def plan_reading(
         self,

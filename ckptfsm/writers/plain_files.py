@@ -273,10 +273,11 @@ class FilesDriver:
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
-        return Survey(set(), {})
+        return Survey(set(), {}, {})
 
-    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
-        """Plain files fit any sharding."""
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
+        """Plain files fit any sharding, and have no keys."""
+        return set()
 
     def plan_reading(
         self,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
+import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roots import PRECIOUS, older_format, saved_by_another
@@ -10,12 +13,12 @@ from script_words import expanded
 from strangers import stock_saves
 
 from ckptfsm.core import layout
-from ckptfsm.core.documents import Pin, encode
+from ckptfsm.core.documents import Pin, encode, encode_sealed
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.lifecycle import State
 from ckptfsm.disk.durable import lookup, put
 from ckptfsm.disk.inspection import check_digests, read_manifest
-from ckptfsm.disk.journal import read_history
+from ckptfsm.disk.journal import decode_line, read_history
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.harness import check_root, fake_content
 from ckptfsm.testing.simfs import SimStorage
@@ -82,6 +85,30 @@ def do_another_run_saves(story: Story, step: str) -> None:
     """A whole checkpoint of another run stands at the name of step 2."""
     assert step == "2"
     saved_by_another(story.disk)
+
+
+def do_another_run_replaces(story: Story, step: str) -> None:
+    """A person copies another run's step to its name, with an attempt of the same name."""
+    directory, storage = expanded(f"@{step}"), SimStorage(story.disk, "judge")
+    size = len(_bytes(story, f"@{step}/SHARD"))
+    story.disk.overwrite(expanded(f"@{step}/SHARD"), PRECIOUS.ljust(size))
+    manifest = read_manifest(storage, directory)
+    assert manifest is not None
+    files = [
+        replace(entry, digest=storage.digest(f"{directory}/{entry.name}"))
+        for entry in manifest.files
+    ]
+    theirs = encode_sealed(manifest.model_copy(update={"files": tuple(files)}))
+    story.disk.overwrite(f"{directory}/{layout.MANIFEST}", theirs)
+
+
+def do_forget_checksums(story: Story) -> None:
+    """The journal is one of an earlier version, which recorded no checksums of manifests."""
+    [name] = story.listed(layout.JOURNAL)
+    lines = (story.disk.snapshot()[f"{layout.JOURNAL}/{name}"]).rstrip(b"\n").split(b"\n")
+    records = [re.sub(rb'"manifest_crc":"[0-9a-f]*",', b"", decode_line(each)) for each in lines]
+    earlier = [b'{"crc":"%08x","record":%s}\n' % (zlib.crc32(each), each) for each in records]
+    story.disk.overwrite(f"{layout.JOURNAL}/{name}", b"".join(earlier))
 
 
 def do_remove(story: Story, *paths: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from ckptfsm import CheckpointManager, CkptFsmError
-from ckptfsm.core.errors import RestoreFailed, SaveRefused
+from ckptfsm.core.errors import RestoreFailed, SaveRefused, UnusedKeysWarning
 from ckptfsm.megatron.driver import MegatronDriver
 
 pytestmark = pytest.mark.megatron
@@ -163,13 +164,54 @@ def test_a_state_that_megatron_core_can_load_is_not_refused(saved: str) -> None:
             mine = {k: v for k, v in wanted.items() if k in (key, "common", "dropped0", "dropped1")}
             if key == "padded":
                 with pytest.warns(match="rng_state"):
-                    restored = manager.restore(mine)
+                    restored = manager.restore(mine, partial=True)
                 assert restored is not None and restored.dropped == ("rng_state",)
             else:
-                restored = manager.restore({key: wanted[key]})
+                restored = manager.restore({key: wanted[key]}, partial=True)
             assert restored is not None
             assert torch.equal(restored.state[key][:4], torch.ones(4, 16).to(restored.state[key]))
             assert restored.state["lr"] == 3
+
+
+def moments(count: int) -> dict[str, Any]:
+    """A state with moments of Adam. Each has its own key."""
+    return {f"m{n}": whole(f"exp_avg.{n}", 2, value=1.0) for n in range(count)}
+
+
+def test_keys_that_nobody_asks_for_are_told(tmp_path: Any) -> None:
+    """Catches: a restore that drops the moments of Adam without a word, because the optimizer had
+    made no step. And noise about plain values, which are all returned, about the pieces of an object,
+    or where the caller left keys out on purpose."""
+    weight, rng = {"w": whole("weight", 4)}, objects("rng", 2)
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, {**weight, **rng, **objects("extra"), **moments(6), "lr": 3}).wait()
+        words = "^step 1: 7 keys of the checkpoint left out.* exp_avg.0, .* exp_avg.4 and 2 more"
+        with pytest.warns(UnusedKeysWarning, match=words) as told:
+            found = manager.restore({**weight, **rng})
+        assert [w.category for w in told].count(UnusedKeysWarning) == 1 and found is not None
+        assert found.unused == (*(f"exp_avg.{n}" for n in range(6)), "extra")
+        assert found.state["lr"] == 3 and found.directory == str(tmp_path / "root/iter_0000001")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnusedKeysWarning)
+            part = manager.restore(weight, partial=True)
+            everything = manager.restore({**weight, **rng, **objects("extra"), **moments(6)})
+        assert part is not None and len(part.unused) == 8
+        assert everything is not None and everything.unused == ()
+
+
+def test_a_part_that_is_not_named_has_no_unused_keys(tmp_path: Any) -> None:
+    """Catches: noise about the parts that a caller left out by name; or silence about a key of one
+    that is restored, where the caller asks for none of its tensors."""
+    parts = {"actor": {"w": whole("w", 2)}, "critic": moments(1), "note.txt": b"here"}
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, parts=parts).wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnusedKeysWarning)
+            actor = manager.restore(parts={"actor": {"w": whole("w", 2)}})
+        assert actor is not None and actor.unused == ()
+        with pytest.warns(UnusedKeysWarning, match="1 key of .*: exp_avg.0. An"):
+            both = manager.restore(parts={"actor": {"w": whole("w", 2)}, "critic": {}})
+        assert both is not None and both.unused == ("exp_avg.0",)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])

@@ -254,23 +254,13 @@ LOOKS = (
     ),
     mutant(
         "another-attempts-manifest-is-our-commit",
-        "disk.publishing:Publisher._is_committed",
-        "if manifest is None or manifest.of != checkpoint.id:\n    return False",
-        "if manifest is None or manifest.of.step != checkpoint.step:\n    return False",
+        "disk.publishing:Publisher._own_commit",
+        "is_published_as(checkpoint, found.manifest.of, found.crc)",
+        "found.manifest.step == checkpoint.step",
         breaks="I5",
         source="F11",
         killers=(
             "tests:test_engine.py::test_I5_the_manifest_of_another_attempt_is_not_our_commit",
-        ),
-    ),
-    mutant(
-        "another-attempts-directory-is-ours-published",
-        "disk.publishing:Publisher._is_published",
-        "if manifest is not None and manifest.of == checkpoint.id:\n    return True",
-        "if manifest is not None and manifest.of.step == checkpoint.step:\n    return True",
-        breaks="I5",
-        source="F11",
-        killers=(
             "tests:test_coordinator.py::test_I5_another_attempt_at_our_name_is_not_ours_published",
         ),
     ),
@@ -1494,12 +1484,24 @@ FENCES = (
     mutant(
         "an-adopted-one-is-pruned-unseen",
         "core.keeping:place_of",
-        "if own and (there.of is not None or is_whole(checkpoint, there)):",
-        'if own and (there.of is not None or checkpoint.provenance == "adopted"):',
+        "named or is_whole(checkpoint, there)",
+        'named or checkpoint.provenance == "adopted"',
         breaks="I1",
         source="F16",
         killers=("tests:prune/a_persons_directory_at_the_name_of_an_adopted_step_is_not_pruned",),
         why="a directory that a person put at its name is deleted",
+    ),
+    mutant(
+        "a-name-is-enough",
+        "core.evidence:is_published_as",
+        'return of == checkpoint.id and checkpoint.manifest_crc in ("", manifest_crc)',
+        "return of == checkpoint.id",
+        breaks="I2",
+        source="F21",
+        killers=(
+            "tests:restart/another_runs_checkpoint_with_the_same_attempt_is_not_resumed_from",
+        ),
+        why="two runs with one schedule have attempts of the same names",
     ),
     mutant(
         "a-prune-that-comes-back-lowers-the-tracker",

@@ -266,10 +266,11 @@ class _ReadsAll(FakeDriver):
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
-        return Survey(set(), {})
+        return Survey(set(), {}, {})
 
-    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
-        """Bytes fit everywhere."""
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
+        """Bytes fit everywhere, and have no keys."""
+        return set()
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]

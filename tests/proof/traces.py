@@ -417,6 +417,8 @@ FORGERIES = (
     Forgery("a discarded one fails again", "ended", insert("cleaned", "failed")),
     Forgery("a discarded one is requested again", "ended", insert("cleaned", "save_requested")),
     Forgery("the bytes shrink", "shard-bytes", change("published", shard_bytes=1)),
+    Forgery("another manifest", "manifest", change("tracker_written", manifest_crc="0" * 8)),
+    Forgery("a manifest too early", "manifest", change("writer_forked", manifest_crc="0" * 8)),
     Forgery("bytes below zero", "shard-bytes", change("published", shard_bytes=-1)),
     Forgery("nobody says why it failed", "reason", change("failed", reason="")),
     Forgery("nobody says why it was withdrawn", "reason", change("withdrawn", reason="")),

@@ -6,11 +6,15 @@ so that a fall-back exists. Damage that a restart must refuse is undone by ``Sit
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from ckptfsm.adapters.posix_storage import digest_of
+from ckptfsm.core.documents import Manifest, decode, encode_sealed
 from ckptfsm.disk.journal import decode_line
 from ckptfsm.testing.invariants import TRACKER
 from proof.sim.faults import draw_rate
@@ -92,7 +96,10 @@ def _write_tracker(site: Site, data: bytes) -> None:
 
 
 def damage_step(site: Site) -> None:
-    """F19, F21: one checkpoint is gutted, flipped, truncated, given a shard too many, or removed."""
+    """F19, F21: one checkpoint is gutted, flipped, truncated, given a shard too many, or removed.
+
+    Or another run's comes to its name, whole, with an attempt of the same name.
+    """
     steps, choose, disk = _steps(site), site.world.random, site.world.disk
     floor = site.watch.floor()
     if len(steps) < 2 or floor is None:
@@ -101,7 +108,10 @@ def damage_step(site: Site) -> None:
     directory = f"iter_{step:07d}"
     shard = f"{directory}/__0_0.distcp"
     data = disk.content(disk.find(shard))
-    how = choose.choice(("flip", "truncate", "missing", "extra", "gone", "manifest"))
+    how = choose.choice(("flip", "truncate", "missing", "extra", "gone", "manifest", "replaced"))
+    model = site.watch.models.get(site.watch.newest_epoch)
+    if how == "replaced" and (model is None or step not in model.steps("tracked")):
+        how = "manifest"  # the journal may not know its manifest
     if data is None:
         how = "gone"
     site.count("F19" if how == "gone" else "F21")
@@ -119,8 +129,25 @@ def damage_step(site: Site) -> None:
             disk.overwrite(f"{directory}/__9_0.distcp", b"more")
         case "manifest":
             disk.overwrite(f"{directory}/.ckptfsm/manifest.json", b"{")
+        case "replaced" if data is not None:
+            site.replaced.add(step)
+            _replace(site, directory, "__0_0.distcp", data)
         case _:
             disk.uproot(directory)
+
+
+def _replace(site: Site, directory: str, shard: str, data: bytes) -> None:
+    """Change a shard and its digest in the manifest, as the checkpoint of another run has it."""
+    disk, path = site.world.disk, f"{directory}/.ckptfsm/manifest.json"
+    body = data[:-64].replace(b'.0"}', b'.?"}')  # the end of rank 0's token: a restore would tell
+    theirs = body + hashlib.sha256(body).hexdigest().encode()
+    manifest = decode(Manifest, disk.content(disk.find(path)) or b"", path)
+    files = tuple(
+        replace(entry, digest=digest_of(theirs)) if entry.name == shard else entry
+        for entry in manifest.files
+    )
+    disk.overwrite(f"{directory}/{shard}", theirs)
+    disk.overwrite(path, encode_sealed(manifest.model_copy(update={"files": files})))
 
 
 def _segments(site: Site) -> list[str]:
@@ -154,6 +181,8 @@ def lose_tail(site: Site) -> None:
     steps = {_step_in(line) for line in lines[len(lines) - lost :]}
     if lost < 1 or steps - {None} >= set(_steps(site)):
         return  # another one is to be left
+    if steps & site.replaced:
+        return  # only the journal tells another run's checkpoint
     if b"rollback" in data and disk.content(disk.find(TRACKER)) == b"release":
         return  # see tear_tracker: the lost records may have completed the rollback
     site.count("F20")

@@ -56,6 +56,7 @@ class Site:
     def __post_init__(self) -> None:
         self.hidden, self.gone = LateNames(self.world), LateNames(self.world)
         self.replayed: Counter[str] = Counter()  # answers of workers: see ``answers``
+        self.replaced: set[int] = set()  # steps with the directory of another run
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.world.random.random() < probability

@@ -64,9 +64,9 @@ def strike_first(method: str, ending: str, kind: str, after: Site = MAIN) -> Fin
 def tracker_first(patch: pytest.MonkeyPatch) -> None:
     whole = Publisher.finalize
 
-    def finalize(self: Publisher, checkpoint: Any) -> None:
+    def finalize(self: Publisher, checkpoint: Any) -> str:
         self.write_tracker(checkpoint.step)
-        whole(self, checkpoint)
+        return whole(self, checkpoint)
 
     patch.setattr(Publisher, "finalize", finalize)
 
@@ -186,15 +186,15 @@ def read_error_is_damage(patch: pytest.MonkeyPatch) -> None:
 
 
 def unreadable_manifest_is_none(patch: pytest.MonkeyPatch) -> None:
-    whole = evidence.read_manifest
+    whole = evidence.read_commit
 
-    def read_manifest(storage: Storage, directory: str) -> Any:
+    def read_commit(storage: Storage, directory: str) -> Any:
         try:
             return whole(storage, directory)
         except OSError:
             return None
 
-    patch.setattr(evidence, "read_manifest", read_manifest)
+    patch.setattr(evidence, "read_commit", read_commit)
 
 
 KILLED = Site("save_track_prune", 205, "kill", recovery=processes.NEVER, reads=True)

@@ -65,21 +65,58 @@ def test_F19_a_tracked_checkpoint_without_its_directory_is_damaged(root, capsys)
     assert status == 1 and "DAMAGED" in out and "iter_0000020 is not there" in out
 
 
+def test_another_runs_checkpoint_is_told(tmp_path, capsys):
+    """Catches: a directory from the backup of another run called good, because both runs have one
+    schedule, so that its attempt has the same name."""
+    for root in ("mine", "other"):
+        job = real_job(tmp_path / root)
+        for step in (10, 20):
+            job.save(step, TREE)
+        job.close()
+    shutil.rmtree(tmp_path / "mine/iter_0000020")
+    (tmp_path / "other/iter_0000020").rename(tmp_path / "mine/iter_0000020")
+    for words in (("verify", "20"), ("doctor",)):
+        status, out, _ = ran(capsys, *words, "-r", tmp_path / "mine")
+        assert status == 1 and "its manifest is not the one that the journal recorded" in out
+    assert "good" in said(capsys, "verify", "10", "-r", tmp_path / "mine")
+
+
 def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_judged(
     tmp_path, capsys, monkeypatch
 ):
     job = real_job(tmp_path)
     for step in (10, 20):
         job.save(step, TREE)
-    looked = verification.read_manifest
+    looked = verification.read_commit
 
     def after_a_prune(storage, name):
         if job.coordinator.ledger.at(10) is not None:
             job.coordinator.delete(10)
         return looked(storage, name)
 
-    monkeypatch.setattr(verification, "read_manifest", after_a_prune)
+    monkeypatch.setattr(verification, "read_commit", after_a_prune)
     assert "gone from its name meanwhile" in said(capsys, "verify", "10", "-r", tmp_path)
+    job.close()
+
+
+def test_a_step_that_is_saved_again_while_it_is_verified_is_not_judged(
+    tmp_path, capsys, monkeypatch
+):
+    """Catches: a good checkpoint called another run's, because it took the place of the one that the
+    journal knew a moment ago."""
+    job = real_job(tmp_path)
+    for step in (10, 20):
+        job.save(step, TREE)
+    looked, before = verification.read_commit, job.coordinator.ledger.at(20)
+
+    def after_it_was_saved_again(storage, name):
+        if job.coordinator.ledger.at(20) == before:
+            job.coordinator.rollback(10)
+            job.save(20, TREE)
+        return looked(storage, name)
+
+    monkeypatch.setattr(verification, "read_commit", after_it_was_saved_again)
+    assert "gone from its name meanwhile" in said(capsys, "verify", "20", "-r", tmp_path)
     job.close()
 
 

@@ -54,7 +54,8 @@ OURS = checkpoint(STEP, State.PRUNABLE)
 ADOPTED = replace(OURS, provenance="adopted")
 WITHDRAWN = replace(OURS, state=State.QUARANTINED, reason="damaged")
 MISSING = replace(WITHDRAWN, reason="missing")
-CHECKPOINTS = (OURS, ADOPTED, WITHDRAWN, replace(WITHDRAWN, provenance="adopted"), MISSING)
+VOUCHED = replace(OURS, manifest_crc="0a0a0a0a")
+CHECKPOINTS = (OURS, ADOPTED, WITHDRAWN, replace(WITHDRAWN, provenance="adopted"), MISSING, VOUCHED)
 STRANGER = at(STEP, epoch=2, attempt=7)
 THERE = [
     *(PublishedEvidence(STEP, "manifest", of) for of in (OURS.id, STRANGER)),
@@ -112,13 +113,18 @@ def test_I7_a_needed_step_does_not_stay_in_the_trash(taken):
 
 
 def test_I1_the_place_of_a_checkpoint_is_certain_or_it_is_damaged():
-    """Catches: a stranger's directory that is pruned for ours, and ours that is taken for gone."""
-    for ours, there, moved in product(CHECKPOINTS, THERE, YES_NO):
+    """Catches: a stranger's directory that is pruned for ours, and ours that is taken for gone. Another
+    run's, whose attempt has the same name, is neither pruned nor passed over."""
+    recorded = PublishedEvidence(STEP, "manifest", OURS.id, manifest_crc=VOUCHED.manifest_crc)
+    for ours, there, moved in product(CHECKPOINTS, (*THERE, recorded), YES_NO):
         place = place_of(ours, there, moved)
         missing = ours.reason == "missing"
         says_ours = there.of == ours.id and not missing
         adopted = ours.provenance == "adopted" and there.found == "stock" and not moved
-        if says_ours or (adopted and not missing):
+        replaced = ours.manifest_crc not in ("", there.manifest_crc)
+        if says_ours and replaced:
+            assert place is Place.DAMAGED, (ours, there, moved)
+        elif says_ours or (adopted and not missing):
             assert place is Place.AT_ITS_NAME, (ours, there, moved)
         elif there.of is not None or moved:
             assert place is Place.LEFT, (ours, there, moved)

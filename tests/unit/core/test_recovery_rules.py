@@ -11,17 +11,19 @@ from ledgers import MISSING, TORN, at, checkpoint, damaged, names, stock, unexpl
 
 from ckptfsm.core import lifecycle, recovery_rules
 from ckptfsm.core.errors import IllegalTransition
-from ckptfsm.core.events import Event
+from ckptfsm.core.events import Adopted, Event, FoundPublished
 from ckptfsm.core.evidence import PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.recovery_rules import RULES, Facts, Result, Rule, always, decide, rule_for
 
 STEP = 20
+VOUCHED, ANOTHER = "0a0a0a0a", "0b0b0b0b"  # checksums of manifests
 LEFT_BY_A_CRASH = set(State) - {State.PRUNED, State.DISCARDED}  # the ledger forgets these
 THERE = (
     None,
     whole(STEP),
     whole(STEP, at(STEP, attempt=7)),
+    *(replace(whole(STEP), manifest_crc=crc) for crc in (VOUCHED, ANOTHER)),
     stock(STEP),
     damaged(STEP),
     replace(damaged(STEP), of=None),
@@ -48,7 +50,10 @@ def histories(state: State) -> Iterator[Checkpoint]:
     published = state in (State.TRACKED, State.PRUNABLE, State.QUARANTINED)
     kinds = [("saved", False), ("saved", True)] + [("adopted", False)] * published
     for reason, (provenance, in_place) in product(reasons, kinds):
-        yield checkpoint(STEP, state, reason=reason, provenance=provenance, in_place=in_place)
+        made = checkpoint(STEP, state, reason=reason, provenance=provenance, in_place=in_place)
+        yield made
+        if state not in lifecycle.UNPUBLISHED:
+            yield replace(made, manifest_crc=VOUCHED)
 
 
 def every_case(state: State) -> Iterator[Facts]:
@@ -69,6 +74,23 @@ def test_one_rule_decides_in_every_case_and_none_is_dead(state):
     mine = [rule for rule in RULES if state in rule.states]
     assert [rule.name for rule in mine if rule.when is always] == [mine[-1].name]
     assert {rule_for(facts).name for facts in every_case(state)} == {rule.name for rule in mine}
+
+
+def test_only_the_manifest_that_the_journal_recorded_is_resumed_from():
+    """Catches: another run's directory, whose attempt has the same name, that is kept, tracked or
+    taken for gone. A manifest that recovery finds, and does not record."""
+    for state in LEFT_BY_A_CRASH:
+        for facts in every_case(state):
+            there, actions = facts.there, decide(facts).actions
+            found = [a for a in actions if isinstance(a, (Adopted, FoundPublished))]
+            assert all(there is not None and a.manifest_crc == there.manifest_crc for a in found)
+            if (
+                state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
+                and facts.checkpoint.manifest_crc
+                and there is not None
+                and there.manifest_crc == ANOTHER
+            ):
+                assert decide(facts).result is Result.WITHDRAWN_DAMAGED, facts
 
 
 def test_a_hidden_rule_is_found(monkeypatch):

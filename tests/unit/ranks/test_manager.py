@@ -12,7 +12,6 @@ import gc
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -1175,7 +1174,9 @@ def test_objects_that_do_not_reshard_are_left_out(run: Run):
         ("digests", "none", 2),
     ],
 )
-def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, found: int):
+def test_F21_damage_is_found_before_restore(
+    run: Run, verify: str, damage: str, found: int, monkeypatch: pytest.MonkeyPatch
+):
     """Catches: a damaged shard that is loaded, and a whole one that is refused."""
     manager = run.saved(1, 2, verify=verify)
     shard = run.root / "iter_0000002" / SHARD
@@ -1184,7 +1185,7 @@ def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, 
         shard.write_bytes(bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:]))
         if found == 2:  # sizes cannot see it, and the check of the format must not find it
             shard.write_bytes(bytes(content))
-            digest_unreadable(run)
+            monkeypatch.setattr(PosixStorage, "digest", lambda self, path: "another")
     elif damage == "truncate":
         shard.write_bytes(content[:-1])
     elif damage == "missing":
@@ -1195,14 +1196,6 @@ def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, 
         (run.root / "iter_0000002/__7_0.distcp").write_bytes(content)
     assert manager.restore(TEMPLATE).step == found
     assert manager.all_steps() == ([1] if found == 1 else [1, 2])
-
-
-def digest_unreadable(run: Run) -> None:
-    """Change the manifest's digest of the shard: only who compares digests can notice."""
-    manifest = run.root / "iter_0000002/.ckptfsm/manifest.json"
-    text = re.sub(r'"crc":"\w{8}",', "", manifest.read_text())
-    at = text.index("xxh3_128:", text.index(SHARD)) + len("xxh3_128:")
-    manifest.write_text(text[:at] + "0" * 32 + text[at + 32 :])
 
 
 def test_I2_a_restore_that_falls_back_says_so_on_every_rank(run: Run, caplog):

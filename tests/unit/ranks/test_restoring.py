@@ -100,6 +100,23 @@ def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path:
     manager.close()
 
 
+def test_a_key_is_unused_only_if_no_rank_asks_for_it(tmp_path: Path):
+    """Catches: a warning about the layers that other ranks load, or ranks that name different
+    keys."""
+
+    def work(transport: ThreadTransport) -> tuple[str, ...]:
+        driver = FakeDriver(transport.rank)
+        ports = fake_ports(tmp_path / "root", driver=driver, transport=transport)
+        with Manager(ports, make_config(QUICK)) as manager:
+            manager.save(1, {"first": b"1", "last": b"2", "moments": b"3"}).wait()
+            mine = {"last" if transport.rank else "first": None}
+            restored = manager.restore(mine, partial=True)
+            assert restored is not None and restored.state.keys() == mine.keys()
+        return restored.unused
+
+    assert run_ranks(2, work) == [("moments",)] * 2
+
+
 # -- files that are read whole ---------------------------------------------------------------------
 
 
