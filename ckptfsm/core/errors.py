@@ -6,8 +6,11 @@ Its ``advice`` tells the caller: fix the call, skip this save, retry, page someo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of messages for a terminal, as torch has them
 
 
 class CkptFsmError(Exception):
@@ -128,7 +131,7 @@ class RestoreFailed(CkptFsmError):
     """
 
     kind = "restore_failed"
-    advice = "fix the state's shape, or restore another step"
+    advice = "do what the message says, or restore another step"
 
 
 class StepNotFoundError(CkptFsmError, FileNotFoundError):
@@ -215,7 +218,8 @@ class OutcomeUnknown(StorageError):
 def describe(error: BaseException) -> str:
     """A single bounded line about ``error``, for journals and reports."""
     words = error.summary() if isinstance(error, CkptFsmError) else _words_of(error)
-    return shorten(f"{type(error).__name__}: {words}").replace("\n", " ")
+    plain = _COLOURS.sub("", f"{type(error).__name__}: {words}")
+    return shorten(one_line(" ".join(plain.splitlines())))
 
 
 def _words_of(error: BaseException) -> str:

@@ -123,7 +123,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Holes(io.RawIOBase):
+class Holes(io.RawIOBase):
     """A file in memory that keeps what is written. Bytes that were jumped over read as zeros."""
 
     def __init__(self) -> None:
@@ -159,6 +159,11 @@ class _Holes(io.RawIOBase):
         self._position += size
         return found
 
+    def readinto(self, buffer: Any) -> int:
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
     def at(self, start: int, size: int) -> bytes:
         """``size`` bytes from ``start`` on."""
         found = bytearray(size)
@@ -171,7 +176,7 @@ class _Holes(io.RawIOBase):
 
 def make_template(tensor: torch.Tensor) -> Template:
     """The template of a tensor that fills its storage. Raises ``ValueError`` if torch surprises."""
-    file = _Holes()
+    file = Holes()
     with torch.serialization.skip_data():
         torch.save(tensor, cast(IO[bytes], file))
     with zipfile.ZipFile(cast(IO[bytes], file)) as archive:
@@ -198,13 +203,13 @@ def make_template(tensor: torch.Tensor) -> Template:
     return Template(file.at(0, start), data_bytes, tail, patch)
 
 
-def _content_of(file: _Holes, record: zipfile.ZipInfo) -> int:
+def _content_of(file: Holes, record: zipfile.ZipInfo) -> int:
     """The place of a record's content."""
     lengths = file.at(record.header_offset + _LOCAL_BYTES - 4, 4)
     return record.header_offset + _LOCAL_BYTES + sum(struct.unpack("<HH", lengths))
 
 
-def _central_crcs(file: _Holes, directory: int, names: list[str]) -> dict[str, int]:
+def _central_crcs(file: Holes, directory: int, names: list[str]) -> dict[str, int]:
     """The place of each record's CRC-32 in the central directory."""
     places, position = {}, directory
     for name in names:

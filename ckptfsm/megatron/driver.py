@@ -37,6 +37,7 @@ from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
+from ckptfsm.megatron.read_back import misfit
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
@@ -158,7 +159,7 @@ class MegatronDriver:
         copies: DeviceCopies | None = None,
     ) -> None:
         self._rank, self._ranks = rank, ranks
-        self._planner = Plans(files)
+        self._planner = Plans(files, common_in_shard)
         self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
         self._common_in_shard = common_in_shard
         self._templates = Templates() if images else None
@@ -259,7 +260,9 @@ class MegatronDriver:
             with process_group():
                 prepared, _, _ = load_preprocess(with_objects(name, state))
                 sharded, _ = extract_sharded_base(prepared)
-                shardings[name] = [value.without_data() for value in nested_values(sharded)]
+                values = list(nested_values(sharded))
+                refuse_misfits(name, values)
+                shardings[name] = [value.without_data() for value in values]
                 if shardings[name] or self._rank == 0:
                     have = metadata_of(directories[name])
                     absent |= check_fit(name, shardings[name], have, droppable)
@@ -325,6 +328,19 @@ def refuse_newer(name: str, directory: str) -> None:
         part=name,
         file=directory,
     )
+
+
+def refuse_misfits(name: str, values: Sequence[Any]) -> None:
+    """Raise ``RestoreFailed`` if a tensor to be filled is not whole in this rank's memory (local)."""
+    for value in values:
+        said = misfit(value.data)
+        if said:
+            raise RestoreFailed(
+                f"part {name!r}: key {value.key!r}, of type {type(value.data).__name__}, cannot be "
+                f"filled: {said}. Nothing was changed",
+                part=name,
+                key=value.key,
+            )
 
 
 def _spec_of(name: str, value: Any, count: int) -> PartSpec:

@@ -17,6 +17,7 @@ tensor whose place is odd in any way is left to stock's load.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.errors import DamagedRoot, RestoreFailed
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PerRank
 from ckptfsm.core.ports import Storage
@@ -42,6 +43,7 @@ from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.megatron.blobs import make_template
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.per_rank import with_objects
+from ckptfsm.megatron.read_back import reason_of
 from ckptfsm.megatron.torch_dist import read_planned
 from ckptfsm.writers.plain_files import file_spec, load_file
 
@@ -349,12 +351,21 @@ def _load_part(
         return _load_part(name, with_objects(name, state), directory, drop, full).get(name)
     state = with_objects(name, state)
     strategy = Remaining(get_default_load_sharded_strategy(directory), full) if full else None
-    return dist_checkpointing.load(
-        _without(state, drop),
-        directory,
-        sharded_strategy=strategy,
-        validate_access_integrity=False,
-    )
+    try:
+        return dist_checkpointing.load(
+            _without(state, drop),
+            directory,
+            sharded_strategy=strategy,
+            validate_access_integrity=False,
+        )
+    except pickle.UnpicklingError as error:  # of a save before such values were refused
+        raise RestoreFailed(
+            f"part {name!r} has plain values that torch's loader refuses: {reason_of(error)}. If you "
+            "trust who wrote it, start once with TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the "
+            "environment, and put plain numbers, text, lists or tensors in their place",
+            part=name,
+            file=directory,
+        ) from error
 
 
 def _without(state: Any, drop: set[str]) -> Any:

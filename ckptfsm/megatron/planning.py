@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk.stock import COMMON_KEY
+from ckptfsm.megatron.read_back import ReadBack
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
 
 Bucket = tuple[tuple[WriteItem, Any], ...]
@@ -95,13 +96,18 @@ class _Plan:
 class Plans:
     """Plans of one rank by the names of their parts. ``files`` is the number of files of a part."""
 
-    def __init__(self, files: int) -> None:
+    def __init__(self, files: int, common_in_shard: bool = False) -> None:
         self._files = files
+        self._read_back = ReadBack(common_in_shard)
         self._known: dict[str, _Plan] = {}
 
     def draft(self, spec: PartSpec, state: Any) -> PartDraft:
-        """Plan one sharded state dict. May raise megatron-core's error for a bad one."""
+        """Plan one sharded state dict. May raise megatron-core's error for a bad one.
+
+        Raises ``SaveRefused`` for values that no restore could load.
+        """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
+        self._read_back.check(spec.name, state, common)
         structure = [_structure_of(value) for value in nested_values(sharded)]
         known = self._known.pop(spec.name, None)
         if known is None or known.structure != structure:

@@ -106,7 +106,7 @@ def test_a_tensor_of_more_than_four_gigabytes():
     numel = (1 << 32) // 4 + 1000
     tensor = torch.empty(numel, dtype=torch.float32)  # fresh pages of the kernel: none is taken yet
     template = make_template(tensor)
-    head, tail = blobs._Holes(), blobs._Holes()
+    head, tail = blobs.Holes(), blobs.Holes()
     for file in (head, tail):
         with torch.serialization.skip_data():
             torch.save(tensor, file)
@@ -117,7 +117,7 @@ def test_a_tensor_of_more_than_four_gigabytes():
     assert sizes["data/0"] == numel * 4
     patched = template.patch.applied(template.tail, 0xABCDEF01)
     assert patched != template.tail
-    rest = blobs._Holes()
+    rest = blobs.Holes()
     rest.write(template.head)
     rest.seek(numel * 4, 1)
     rest.write(patched)

@@ -6,6 +6,18 @@ from mutants.loader import mutant
 
 MUTANTS = (
     mutant(
+        "a-save-that-is-not-read-back",
+        "megatron.read_back:ReadBack._check",
+        "_load_without_data(pickled, reader)",
+        "",
+        breaks="I12",
+        source="Megatron-LM #1884",
+        killers=(
+            "tests:test_read_back.py::test_I12_a_value_that_the_loader_does_not_take_is_refused",
+        ),
+        why="a checkpoint is tracked that no start can load, and older ones are pruned",
+    ),
+    mutant(
         "the-digest-of-a-read-is-not-compared",
         "disk.pieces:first_bad_file",
         "if DIGEST_PREFIX + digest.hexdigest() != wanted.digest:",

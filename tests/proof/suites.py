@@ -24,6 +24,7 @@ from ckptfsm.testing.profiles import profile
 from proof.coverage import watch_moves
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.ledger_machine import LedgerMachine
+from proof.plain_values import check_plain_values
 from proof.recovery_machine import RecoveryMachine
 from proof.recovery_properties import PROPERTIES
 from proof.trainers import TrainerMachine
@@ -44,6 +45,7 @@ SUITES: MappingProxyType[str, tuple[Callable[..., None], float]] = MappingProxyT
         **{f.__name__: (partial(check_property, f), 8.0) for f in PROPERTIES},
         "trainer": (partial(check_machine, TrainerMachine), 1.5),
         "recovery": (partial(check_machine, RecoveryMachine), 2.0),
+        "plain values": (check_plain_values, 0.1),
     }
 )
 

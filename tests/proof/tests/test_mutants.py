@@ -17,7 +17,7 @@ from proof.layer import Budget
 
 TESTS = Path(__file__).parents[2]
 LIBRARY = TESTS.parent / "ckptfsm"
-PROMISES = {f"I{number}" for number in range(1, 12)}
+PROMISES = {f"I{number}" for number in range(1, 13)}
 REPORTS = """verl #4253; verl #4638 / #4667; verl #4873; verl #5016; verl #6067 / #7363;
 verl #7952, rllm #897; verl (open): other ranks delete; verl (open): gutted directory;
 verl (open): restart forgets; verl (open): same step registered twice;

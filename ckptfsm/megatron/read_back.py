@@ -1,0 +1,398 @@
+"""Reads back what a save would write of plain values and objects, before the save is accepted (I12).
+
+Torch's loader takes fewer types than ``torch.save``, so a state can be saved that no start can load.
+Here the values are pickled and loaded again by the loader's own rule, which is asked and not imitated:
+registered safe globals and torch's environment variables count. Values of plain tensors are neither
+pickled nor copied.
+
+A quick look at everything is enough when it succeeds. If it fails, each value is saved and loaded as
+in a restore, and only that may refuse. Pickles that were accepted are remembered by digest.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import operator
+import pickle
+import re
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence, Set
+from pathlib import PurePath
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import xxhash
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    is_main_replica,
+)
+from megatron.core.fp8_utils import is_float8tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from ckptfsm.core.errors import SaveRefused, one_line, shorten
+from ckptfsm.disk.stock import COMMON
+from ckptfsm.megatron.blobs import Holes
+
+_NAMED = 5  # values that a refusal names
+_WORDS = 160  # characters of a loader's reason
+_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
+_KEY = "x"
+
+Reader = Callable[[IO[bytes]], Any]
+
+
+class Misfit(Exception):
+    """A tensor whose values are not, or not all, in this rank's memory."""
+
+
+class Found(NamedTuple):
+    """A value that cannot be loaded: its place in the state, and the error of saving or loading it."""
+
+    place: str
+    value: Any
+    error: Exception
+
+
+class ReadBack:
+    """Judges whether a restore could load the values of this rank's parts.
+
+    ``common_in_shard``: the common state is written as an object, not as ``common.pt``.
+    """
+
+    def __init__(self, common_in_shard: bool) -> None:
+        self._common_in_shard = common_in_shard
+        self._accepted: dict[tuple[str, Reader], tuple[str, list[Any]] | None] = {}
+        self._takes_anything: bool | None = None
+
+    def check(self, part: str, state: Any, common: Any) -> None:
+        """Refuse a state with values that could not be loaded, or tensors that are not whole (local).
+
+        ``common`` is what megatron-core writes of the plain values of ``state``. Raises
+        ``SaveRefused``, which names the values as they stand in ``state``.
+        """
+        leaves: list[tuple[str, Any]] = []
+        _take_apart("", state, leaves, part)
+        for place, value in leaves:
+            said = misfit(value.data) if isinstance(value, ShardedBase) else ""
+            if said:
+                raise _refusal(
+                    part, [Found(f"{place} (key {value.key!r})", value.data, Misfit(said))]
+                )
+        plain = [(place, value) for place, value in leaves if not isinstance(value, ShardedBase)]
+        objects = [
+            (f"{place} (object {value.key!r})", value.data)
+            for place, value in leaves
+            if isinstance(value, ShardedObject) and is_main_replica(value.replica_id)
+        ]
+        common_reader = load_object if self._common_in_shard else self._load_common
+        self._check(part, plain, common, common_reader)
+        self._check(part, objects, [value for _, value in objects], load_object)
+
+    def _check(
+        self, part: str, leaves: Iterable[tuple[str, Any]], whole: Any, reader: Reader
+    ) -> None:
+        """Raise unless ``reader`` could load ``whole``, which consists of ``leaves``."""
+        seen = None
+        try:
+            pickled = pickle_of(whole)
+            seen = (pickled.digest(), torch.serialization.get_safe_globals())
+            if self._accepted.get((part, reader)) == seen:
+                return
+            _load_without_data(pickled, reader)
+        except Exception:  # whatever a class raises when it is pickled or loaded
+            found = [each for leaf in leaves if (each := _look(*leaf, reader)) is not None]
+            if found:
+                raise _refusal(part, found) from found[0].error
+            torch.save(whole, io.BytesIO(), pickle_module=_Pickling)  # nested too deeply, for one
+        self._accepted[part, reader] = seen
+
+    def _load_common(self, file: IO[bytes]) -> Any:
+        """Load as the installed megatron-core loads ``common.pt``."""
+        try:
+            return torch.load(file, map_location="cpu")
+        except pickle.UnpicklingError:
+            if self._takes_anything is None:
+                self._takes_anything = _common_takes_anything()
+            if not self._takes_anything:
+                raise
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=False)
+
+
+# --------------------------------------------------------------------------------------- loaders
+
+
+def load_object(file: IO[bytes]) -> Any:
+    """Load as torch's planner loads an object of a shard."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.state_dict = {}
+    index, nothing = MetadataIndex(_KEY), torch.Size([0])
+    item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+    planner.load_bytes(item, cast(io.BytesIO, file))
+    return planner.state_dict[_KEY]
+
+
+class Probe:
+    """A class that no safe global names."""
+
+
+def _common_takes_anything() -> bool:
+    """True if the installed megatron-core unpickles any class from ``common.pt``; 0.13 and 0.17 do."""
+    with tempfile.TemporaryDirectory(prefix="ckptfsm-") as place:
+        save_config(CheckpointingConfig("torch_dist", 1), place)
+        torch.save(Probe(), f"{place}/{COMMON}")
+        try:
+            dist_checkpointing.load_common_state_dict(place)
+        except pickle.UnpicklingError:
+            return False
+    return True
+
+
+# --------------------------------------------------------------------------------------- pickles
+
+
+class Pickled(Holes):
+    """The file of ``torch.save`` in memory, without the data of tensors."""
+
+    def digest(self) -> str:
+        hasher = xxhash.xxh3_128()
+        for _, piece in self.pieces:
+            hasher.update(piece)
+        return hasher.hexdigest()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves plain tensors out, for every loader takes them. Raises ``Misfit`` for a misfit."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        said = misfit(value)
+        if said:
+            raise Misfit(said)
+        more = value.__dict__ or value._backward_hooks or value.is_mkldnn
+        return NotImplemented if more else (torch.Size, ((),))
+
+
+class _Pickling:
+    """Stands for the module ``pickle`` in ``torch.save``."""
+
+    Pickler = _Pickler
+
+
+def pickle_of(value: Any) -> Pickled:
+    """The pickle of a value, without the data of its tensors. Raises what its classes raise."""
+    file = Pickled()
+    with torch.serialization.skip_data():
+        torch.save(value, cast(IO[bytes], file), pickle_module=_Pickling)
+    return file
+
+
+def _load_without_data(file: Pickled, reader: Reader) -> None:
+    file.seek(0)
+    with torch.serialization.skip_data():
+        reader(cast(IO[bytes], file))
+
+
+def _problem(value: Any, reader: Reader) -> Exception | None:
+    """The error of saving or loading one value; None if a restore could load it."""
+    try:
+        _load_without_data(pickle_of(value), reader)
+    except Misfit as error:
+        return error
+    except Exception:  # perhaps of a class that needs the data of its tensor
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            reader(file)
+        except Exception as error:
+            return error
+    return None
+
+
+# --------------------------------------------------------------------------------------- tensors
+
+
+def misfit(value: Any) -> str:
+    """Why the values of a tensor cannot be saved from this rank's memory, and the way out; "" if they
+    can, and for anything else.
+    """
+    if not isinstance(value, torch.Tensor) or is_float8tensor(value):
+        return ""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"its values are not in a plain tensor: {_WAYS.get(type(value).__name__, _PLAIN)}"
+    if value.is_meta:
+        return "it is on the meta device and has no values: materialize it first"
+    if getattr(value, "_is_flat_param", False):
+        return "it has one rank's part of an FSDP module: save FSDP's full state dict"
+    if torch._is_functional_tensor(value) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "it exists inside a transformed function only: save outside of that"
+    return ""
+
+
+_PLAIN = "give a torch.Tensor with them"
+_WAYS: Mapping[str, str] = {
+    "DTensor": (
+        "each rank has a part: give x.full_tensor(), or a ShardedTensor of x.to_local() with the "
+        "offsets of that part"
+    ),
+    "AsyncCollectiveTensor": "a collective is still running: give x.wait()",
+    "ShardedTensor": "each rank has a part: give a ShardedTensor of megatron-core for it",
+    "FakeTensor": "it has no values: materialize it first",
+}
+
+
+# ---------------------------------------------------------------------------------------- words
+
+
+def _take_apart(place: str, value: Any, leaves: list[tuple[str, Any]], part: str) -> int:
+    """Add the values of a nested state to ``leaves``, with their places. Returns their kinds, as bits.
+
+    Raises ``SaveRefused`` for a list that megatron-core would not put together again: it loads each
+    kind of values as a list of its own, and merges these by position.
+    """
+    if not isinstance(value, (dict, list)) or not value:
+        if isinstance(value, LocalNonpersistentObject):
+            return 4
+        leaves.append((place, value))
+        return 2 if isinstance(value, ShardedBase) else 1
+    kinds = set()
+    for step, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and isinstance(child, (dict, list)) and not child:
+            child = {} if isinstance(child, dict) else []  # whatever class it has
+        kinds.add(_take_apart(f"{place}[{step!r}]", child, leaves, part))
+        if type(step) not in (str, int):
+            leaves.append((f"{place} key {step!r}", step))
+    if isinstance(value, list) and len(kinds) > 1:
+        raise SaveRefused(
+            f"part {part!r}: the list at {place} has sharded values at some of its places only, and "
+            "would not be loaded as it is: give a dict in its place",
+            part=part,
+            key=place,
+        )
+    return functools.reduce(operator.or_, kinds)
+
+
+def _look(place: str, value: Any, reader: Reader) -> Found | None:
+    """The innermost value here that cannot be loaded; None if all can."""
+    error = _problem(value, reader)
+    if error is None:
+        return None
+    seen: set[int] = set()
+    while True:
+        seen.add(id(value))
+        if _is_refused_itself(value, error):
+            break
+        for step, child in _children(value):
+            inner = None if id(child) in seen else _problem(child, reader)
+            if inner is not None:
+                place, value, error = place + step, child, inner
+                break
+        else:
+            break
+    return Found(place, value, error)
+
+
+def _is_refused_itself(value: Any, error: Exception) -> bool:
+    refused = _REFUSED.search(str(error))
+    return refused is not None and refused[1] == _name_of(type(value))
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield f"[{key!r}]", child
+            yield f" key {key!r}", key
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        for number, child in enumerate(value):
+            yield f"[{number}]", child
+    elif not isinstance(value, (type, torch.Tensor)) and not callable(value):
+        for name, child in getattr(value, "__dict__", {}).items():
+            yield f".{name}", child
+
+
+def _name_of(kind: type) -> str:
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _refusal(part: str, found: list[Found]) -> SaveRefused:
+    place, more = _shown(found[0].place), [_shown(each.place) for each in found[1:_NAMED]]
+    value, error = found[0].value, found[0].error
+    others = f"; the same goes for {', '.join(more)}" if more else ""
+    others += f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    if isinstance(error, Misfit):
+        said = f"cannot be saved: {error}"
+    else:
+        said = f"could not be loaded again, as {reason_of(error)}: {way_out(value, error)}"
+    return SaveRefused(
+        f"part {part!r}: the value at {place}, of type {_name_of(type(value))}, {said}{others}",
+        part=part,
+        key=place,
+    )
+
+
+def _shown(place: str) -> str:
+    return shorten(one_line(place), _WORDS)
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of a loader in a few words, without the advice and the colours of torch."""
+    refused = _REFUSED.search(str(error))
+    if refused:
+        return f"torch.load does not allow {refused[1]}"
+    lines = [line for line in str(error).splitlines() if line.strip() and "docs/stable" not in line]
+    words = lines[-1].strip() if lines else ""
+    return shorten(one_line(f"{type(error).__name__}: {words}"), _WORDS)
+
+
+_REGISTER = "call torch.serialization.add_safe_globals([{kind}]) wherever you save and restore"
+_WAY_OF: Sequence[tuple[Any, str]] = (
+    (enum.Enum, f"save x.value, or {_REGISTER}"),
+    (np.number, "save x.item()"),
+    (np.bool_, "save x.item()"),
+    ((np.generic, str), "save str(x)"),
+    (np.ndarray, "save torch.from_numpy(x), or x.tolist()"),
+    ((datetime.date, datetime.time), "save x.isoformat()"),
+    (datetime.timedelta, "save x.total_seconds()"),
+    ((decimal.Decimal, fractions.Fraction, uuid.UUID, PurePath), "save str(x)"),
+    (torch.Generator, "save x.get_state()"),
+    (float, "save float(x)"),
+    (int, "save str(x)"),  # one of a thousand digits
+    (Mapping, "save dict(x)"),
+    ((Sequence, Set, MappingView, collections.deque), "save list(x)"),
+)
+
+
+def way_out(value: Any, error: Exception) -> str:
+    """Advice: the value to save in the place of one that cannot be loaded."""
+    kind = _name_of(type(value)).rpartition(".")[2]
+    for kinds, way in _WAY_OF:
+        if isinstance(value, kinds):
+            return way.format(kind=kind)
+    if not isinstance(error, pickle.UnpicklingError):
+        return "leave it out, or save what it can be made from"
+    register = _REGISTER.format(kind=kind)
+    if dataclasses.is_dataclass(value):
+        return f"save dataclasses.asdict(x), or {register}"
+    if hasattr(value, "state_dict"):
+        return f"save x.state_dict(), or {register}"
+    made = "save what it can be made from: numbers, text, lists, dicts and tensors"
+    return f"{made}; or {register}" if _is_refused_itself(value, error) else made
