@@ -60,7 +60,7 @@ _LIBC.syscall.restype = ctypes.c_long
 _OPENAT2 = 437  # on every architecture
 _CANNOT_ALLOCATE = NO_SUCH_CALL | {errno.EOPNOTSUPP}
 
-# One slash is enough: ``str(Path("s3://bucket"))`` is "s3:/bucket".
+# A single slash is enough: ``str(Path("s3://bucket"))`` is "s3:/bucket".
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _NO_NAMES = frozenset({"", ".", ".."})
 _KINDS: Mapping[int, FileKind] = MappingProxyType(

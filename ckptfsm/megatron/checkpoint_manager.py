@@ -32,8 +32,8 @@ class CheckpointManager(Manager, Gate):
     """The life of the checkpoints below ``root``, for one job.
 
     Construction is collective under torch.distributed (initialise it first); without it, a job of
-    one process, and ``WORLD_SIZE`` must not be above 1. ``config`` (a model or a dict) or keyword arguments configure it, see
-    ``CheckpointConfig``.
+    one process, and ``WORLD_SIZE`` must not be above 1. ``config`` (a model or a dict) or keyword
+    arguments configure it, see ``CheckpointConfig``.
 
     - ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on every rank that
       registers them. A crash may lose a call, but never repeats one. Exceptions of hooks are

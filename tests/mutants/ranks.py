@@ -453,6 +453,31 @@ PEOPLE = (
 
 FIELD = (
     mutant(
+        "any-epoch-is-rank-0s",
+        "ranks.shared_root:OpenedRoot.is_seen_in",
+        "holder.nonce == self.owner.nonce",
+        "True",
+        breaks="I10",
+        source="Megatron-LM #1530",
+        killers=(
+            (
+                "tests:test_shared_root.py::"
+                "test_ranks_that_do_not_see_the_same_directory_are_refused_at_opening"
+            ),
+        ),
+        why="each node writes to a disk of its own, and the first save fails",
+    ),
+    mutant(
+        "a-root-that-shows-late-is-missing",
+        "ranks.shared_root:open_when_visible",
+        'error.facts.get("reason") != "missing" or ports.clock.monotonic() >= deadline',
+        "True",
+        breaks="F9",
+        source="F9",
+        killers=("tests:test_shared_root.py::test_F9_the_root_that_rank_0_made_is_waited_for",),
+        why="the first start fails on hosts that have cached that there is no root",
+    ),
+    mutant(
         "what-is-not-seen-yet-is-lost",
         "ranks.restoring:Restorer._sizes",
         "self.config.visibility_timeout_s if self.transport.rank else 0.0",

@@ -521,7 +521,10 @@ def test_F16_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "reason"),
     [
-        *((root, "url") for root in ("s3://b/run", "gs://b/run", "hdfs://h/run", "abfss://c@h/run")),
+        *(
+            (root, "url")
+            for root in ("s3://b/run", "gs://b/run", "hdfs://h/run", "abfss://c@h/run")
+        ),
         (Path("s3://bucket/run"), "url"),
         (Path("file:///tmp/run"), "url"),
         *((root, "not_expanded") for root in ("~", "~/run", "~me/run", "$SCRATCH/run", "${X}/run")),
