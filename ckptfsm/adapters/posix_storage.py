@@ -36,6 +36,7 @@ from typing import TypeVar
 
 import xxhash
 
+from ckptfsm.adapters.abilities import required
 from ckptfsm.adapters.memory import NO_SUCH_CALL
 from ckptfsm.core.errors import ConfigError, StorageError, describe
 from ckptfsm.core.ports import FileKind, FileStat
@@ -673,7 +674,8 @@ def _make_durable_dirs(root: str) -> None:
             raise ConfigError(
                 "a parent of the root is not a directory", root=root, reason="not_a_directory"
             ) from None
-        _fsync_path(os.path.dirname(made))
+        with required("fsync of directories", os.path.dirname(made)):
+            _fsync_path(os.path.dirname(made))
 
 
 def _fsync_path(directory: str) -> None:

@@ -102,7 +102,7 @@ from ckptfsm.disk.ownership import RootOwnership, open_root
 from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
-from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
+from ckptfsm.disk.trash import remove_marker, remove_some, require_rename, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 _TRASH_SLICE = 256
@@ -185,6 +185,8 @@ class Coordinator:
         self._ownership = ownership
         self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag, self._clock)
         try:
+            # The only ability that taking the root has not shown: publishing needs it, hours later.
+            require_rename(self._storage, ownership.tag)
             report = self._recover(ownership, before, began)
         except BaseException:
             self.abandon()

@@ -257,7 +257,7 @@ class Session:
         try:
             with self._one_call.running():
                 if not self._participant.closed:  # else an earlier close was interrupted
-                    self.wait_until_finished(self.config.close_timeout_s)
+                    self._wait_to_close(self.config.close_timeout_s)
                     self._agree(Coordinator.close)
                     if self._jobs is not None:
                         self._jobs.drain(self.config.jobs_drain_s, self._one_call.hear)
@@ -284,6 +284,14 @@ class Session:
         said = f"the run ended at step {reached}, and {newest}: save the last step, with last=True"
         say(log.warning, "steps_not_saved", said, reached=reached, latest=latest)
         warn_caller(UnsavedStepsWarning(said))
+
+    def _wait_to_close(self, timeout_s: float) -> None:
+        """Wait until nothing is in flight. A refused clean-up is left to the next start."""
+        self._participant.drive(_may_close, timeout_s, "the saves in flight")
+        if not self._participant.view.quiet:
+            self._agree(Coordinator.retry)
+            self._participant.drive(_may_close, timeout_s, "the saves in flight")
+        self._participant.raise_failures()
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for this rank's writer, then only local
@@ -657,6 +665,12 @@ def _no_save_in_flight(view: View) -> bool:
 
 def _nothing_unfinished(view: View) -> bool:
     return view.quiet
+
+
+def _may_close(view: View) -> bool:
+    """True if nothing is left to do, or only clean-ups of failed saves that the disk refuses."""
+    refused = not view.awaiting and view.in_flight is None and view.unfinished
+    return view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())
 
 
 def _left_in_flight(reference: weakref.ref[Session]) -> str:

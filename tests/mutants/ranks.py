@@ -453,6 +453,28 @@ PEOPLE = (
 
 FIELD = (
     mutant(
+        "close-waits-for-what-is-refused",
+        "ranks.session:_may_close",
+        "view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())",
+        "view.quiet",
+        breaks="I10",
+        source="orbax #3537",
+        killers=(
+            "tests:test_file_systems.py::test_close_does_not_wait_for_a_clean_up_that_is_refused",
+        ),
+        why="a job whose file system refuses a rename hangs in close for half an hour",
+    ),
+    mutant(
+        "a-rename-is-not-tried",
+        "coordinator.coordinator:Coordinator._open",
+        "require_rename(self._storage, ownership.tag)",
+        "",
+        breaks="I3",
+        source="verl #7641",
+        killers=("tests:test_file_systems.py::test_a_missing_ability_is_named_at_opening",),
+        why="the mount of an object store takes hours of training, and publishes nothing",
+    ),
+    mutant(
         "any-epoch-is-rank-0s",
         "ranks.shared_root:OpenedRoot.is_seen_in",
         "holder.nonce == self.owner.nonce",
