@@ -453,6 +453,18 @@ PEOPLE = (
 
 FIELD = (
     mutant(
+        "a-directory-behind-eexist-is-missing",
+        "disk.visibility:_Awaited.mkdir",
+        "self._made_elsewhere.add(path)",
+        "",
+        breaks="F9",
+        source="mlcommons/storage #699",
+        killers=(
+            "tests:test_rank_writer.py::test_F9_a_directory_that_another_host_made_is_waited_for",
+        ),
+        why="a save fails because two hosts make one directory at the same time",
+    ),
+    mutant(
         "close-waits-for-what-is-refused",
         "ranks.session:_may_close",
         "view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from managers import QUICK
+from managers import QUICK, TEMPLATE, weights
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import ConfigError, RankFailed
 from ckptfsm.core.layout import EPOCHS
-from ckptfsm.core.ports import Storage
+from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.harness import SimClock
@@ -23,6 +23,8 @@ CONFIG = make_config({**QUICK, "visibility_timeout_s": TIMEOUT_S})
 class Elsewhere:
     """``open_storage`` of a host that shows the root, then what is in it, after so many seconds."""
 
+    step_s = 0.0  # until a step's directory is visible
+
     def __init__(self, root: Path, root_s: float = 0.0, epoch_s: float = 0.0) -> None:
         self.root, self.clock, self.root_s, self.epoch_s = root, SimClock(), root_s, epoch_s
         self.began = self.clock.monotonic()
@@ -32,14 +34,14 @@ class Elsewhere:
         assert not create
         if self.age() < self.root_s:
             raise ConfigError("the root does not exist", root=str(self.root), reason="missing")
-        self.opened.append(_LateEpochs(self))
+        self.opened.append(_LateNames(self))
         return self.opened[-1]
 
     def age(self) -> float:
         return self.clock.monotonic() - self.began
 
 
-class _LateEpochs(PosixStorage):
+class _LateNames(PosixStorage):
     def __init__(self, host: Elsewhere) -> None:
         super().__init__(host.root, create=False)
         self._host = host
@@ -49,9 +51,14 @@ class _LateEpochs(PosixStorage):
             raise FileNotFoundError(2, "not visible yet", path)
         return super().read(path, limit, offset)
 
+    def stat(self, path: str) -> FileStat:
+        if path.startswith("iter_") and self._host.age() < self._host.step_s:
+            raise FileNotFoundError(2, "not visible yet", path)
+        return super().stat(path)
+
 
 def opened_by_two(root: Path, other: Elsewhere) -> list[object]:
-    """What two ranks get from opening ``root``, where rank 1 is on another host."""
+    """The results of two ranks that open ``root``; rank 1 is on another host."""
 
     def work(transport: ThreadTransport) -> str:
         driver = FakeDriver(transport.rank)
@@ -102,6 +109,24 @@ def test_ranks_that_do_not_see_the_same_directory_are_refused_at_opening(
         assert str(tmp_path / "node0") in told
         assert f"{found} at {tmp_path / 'node1'}" in told
     assert all(storage.fileno_of_root() == -1 for storage in other.opened)
+
+
+def test_F9_a_restore_that_verifies_nothing_waits_for_the_directory(tmp_path: Path) -> None:
+    """Catches: a rank that loads before its host shows the step, as it has no file to verify."""
+    with Manager(fake_ports(tmp_path), CONFIG) as manager:
+        manager.save(1, weights(1)).wait()
+    other = Elsewhere(tmp_path)
+    other.step_s = TIMEOUT_S - 1
+
+    def work(transport: ThreadTransport) -> int:
+        driver = FakeDriver(0)  # both read the shard of the one rank that saved
+        place, clock = (other, other.clock) if transport.rank else (tmp_path, None)
+        ports = fake_ports(place, driver=driver, transport=transport, clock=clock)
+        with Manager(ports, make_config({**QUICK, "verify": "none"})) as manager:
+            return manager.restore(TEMPLATE).step
+
+    assert run_ranks(2, work) == [1, 1]
+    assert other.age() >= other.step_s
 
 
 def test_another_error_of_the_root_is_not_waited_for(tmp_path: Path) -> None:
