@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from ckptfsm.adapters.abilities import file_system_of
+
 RANKS = (1_000, 3_000, 10_000, 30_000, 100_000)
 MS, US = 1e3, 1e6  # from seconds
 _COLUMNS = ("figure", "median", "p25", "p75", "min", "max", "n", "unit", "target", "met")
@@ -110,19 +112,13 @@ def environment(options: Options) -> dict[str, object]:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
-        "file_system": _file_system_of(options.work),
+        # On a tmpfs an fsync costs nothing.
+        "file_system": file_system_of(str(options.work.resolve())),
         "state_bytes": options.state_bytes,
         "pairs": options.pairs,
         "checkpoints": options.checkpoints,
         "ranks": options.ranks,
     }
-
-
-def _file_system_of(path: Path) -> str:
-    """The type of the file system that holds ``path``: on a tmpfs an fsync costs nothing."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    holding = [(len(at), kind) for at, kind in mounts if path.resolve().is_relative_to(at)]
-    return max(holding)[1] if holding else "unknown"
 
 
 def as_json(about: dict[str, object], groups: dict[str, list[Figure]]) -> str:

@@ -25,6 +25,7 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import stat as modes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ from typing import TypeVar
 
 import xxhash
 
+from ckptfsm.adapters.abilities import required
 from ckptfsm.adapters.memory import NO_SUCH_CALL
 from ckptfsm.core.errors import ConfigError, StorageError, describe
 from ckptfsm.core.ports import FileKind, FileStat
@@ -59,6 +61,8 @@ _LIBC.syscall.restype = ctypes.c_long
 _OPENAT2 = 437  # on every architecture
 _CANNOT_ALLOCATE = NO_SUCH_CALL | {errno.EOPNOTSUPP}
 
+# A single slash is enough: ``str(Path("s3://bucket"))`` is "s3:/bucket".
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _NO_NAMES = frozenset({"", ".", ".."})
 _KINDS: Mapping[int, FileKind] = MappingProxyType(
     {modes.S_IFREG: "file", modes.S_IFDIR: "dir", modes.S_IFLNK: "symlink"}
@@ -135,11 +139,11 @@ class PosixStorage:
         """Open ``root``; with ``create``, make it and its missing parents, durably.
 
         Raises ``ConfigError`` (``root``, ``reason``) where the root is a symbolic link, is not a
-        directory, or is missing and ``create`` is False.
+        directory, or is missing and ``create`` is False. A URL is refused, and so is a path that
+        only a shell would expand.
         """
         text = os.fspath(root)
-        if not text or "\0" in text:
-            raise ConfigError("the root is not a path", root=text, reason="not_a_path")
+        _require_local_path(text)
         self.root = os.path.abspath(text)
         if create:
             _make_durable_dirs(self.root)
@@ -634,6 +638,26 @@ def _file_stat(found: os.stat_result) -> FileStat:
     return FileStat(kind, found.st_size, found.st_dev)
 
 
+def _require_local_path(root: str) -> None:
+    """Refuse text that means another place than the directory of that name."""
+    if not root or "\0" in root:
+        raise ConfigError("the root is not a path", root=root, reason="not_a_path")
+    if _URL.match(root):
+        raise ConfigError(
+            f"the root {root} is a URL, and checkpoints are kept in a directory that all hosts mount: "
+            f"give its path, or ./{root} if a directory has that name",
+            root=root,
+            reason="url",
+        )
+    if root[0] in "~$":
+        raise ConfigError(
+            f"nothing expands {root[0]} in the root {root}: pass it through os.path.expanduser or "
+            f"os.path.expandvars, or give ./{root} if a directory has that name",
+            root=root,
+            reason="not_expanded",
+        )
+
+
 def _make_durable_dirs(root: str) -> None:
     """Create ``root`` and its missing parents, each fsynced in its parent."""
     missing: list[str] = []
@@ -650,7 +674,8 @@ def _make_durable_dirs(root: str) -> None:
             raise ConfigError(
                 "a parent of the root is not a directory", root=root, reason="not_a_directory"
             ) from None
-        _fsync_path(os.path.dirname(made))
+        with required("fsync of directories", os.path.dirname(made)):
+            _fsync_path(os.path.dirname(made))
 
 
 def _fsync_path(directory: str) -> None:

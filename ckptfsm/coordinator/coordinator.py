@@ -102,7 +102,8 @@ from ckptfsm.disk.ownership import RootOwnership, open_root
 from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
-from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
+from ckptfsm.disk.trash import remove_marker, remove_some, require_rename, sweep_temporaries
+from ckptfsm.disk.visibility import Visibility
 
 log = logging.getLogger("ckptfsm")
 _TRASH_SLICE = 256
@@ -141,7 +142,9 @@ class Coordinator:
         provenance: Mapping[str, str],
     ) -> None:
         self.fatal: CkptFsmError | None = None
-        self._storage = storage
+        # A directory may be that of an earlier job on another host.
+        visibility = Visibility(clock, options.visibility_timeout_s)
+        self._storage = storage = visibility.of_directories(storage)
         self._clock = clock
         self._identity = identity
         self._options = options
@@ -185,6 +188,8 @@ class Coordinator:
         self._ownership = ownership
         self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag, self._clock)
         try:
+            # The only ability that taking the root has not shown: publishing needs it, hours later.
+            require_rename(self._storage, ownership.tag)
             report = self._recover(ownership, before, began)
         except BaseException:
             self.abandon()

@@ -218,7 +218,7 @@ class CheckpointConfig(BaseModel):
     )
     visibility_timeout_s: Seconds = Field(
         default=10.0,
-        description="longest wait for a file that is not visible on this rank's host yet; seconds",
+        description="longest wait for a name that is not visible on this rank's host yet; seconds",
     )
     reader_timeout_s: Seconds = Field(
         default=600.0,

@@ -68,7 +68,10 @@ class RootBusy(CkptFsmError):
     """Another manager owns the root (``host``, ``pid``)."""
 
     kind = "root_busy"
-    advice = "stop the other job, or pass takeover=True once it is certainly gone"
+    advice = (
+        "if both are ranks of one job, call torch.distributed.init_process_group first; else stop the "
+        "other job, or pass takeover=True once it is certainly gone"
+    )
 
 
 class Fenced(CkptFsmError):

@@ -315,7 +315,8 @@ class PartJob(Protocol):
 class RankJob:
     """All parts of one rank for one attempt. ``location`` is where the attempt is written.
 
-    ``optional`` are the names of the parts that it may leave out if they cannot be written.
+    ``optional`` are the names of the parts that it may leave out if they cannot be written. Names
+    that other processes made are waited for, at most ``visibility_timeout_s`` seconds.
     """
 
     of: AttemptId
@@ -324,6 +325,7 @@ class RankJob:
     location: str
     parts: tuple[PartJob, ...]
     optional: frozenset[str] = frozenset()
+    visibility_timeout_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import logging
 import os
 from pathlib import Path
 
+from ckptfsm.adapters.abilities import required
 from ckptfsm.adapters.identity import _started
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
-from ckptfsm.core.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
+from ckptfsm.core.errors import ConfigError, DamagedRoot, Fenced, NewerSchema, RootBusy, describe
 from ckptfsm.core.layout import (
     DIRECTORIES,
     EPOCHS,
@@ -122,13 +123,18 @@ def open_root(
 ) -> RootOwnership:
     """Take the root: lock, then a new epoch (greater than ``above`` and than any other).
 
-    Raises ``RootBusy`` with host and pid of the living owner, unless ``takeover``.
+    Raises ``RootBusy`` with host and pid of the living owner, unless ``takeover``. Raises
+    ``ConfigError`` where the file system has no locks, hard links or fsync of directories.
     """
     for directory in DIRECTORIES:
         make_dir(storage, directory)
-    for directory in ("", *DIRECTORIES):
-        storage.fsync_dir(directory)  # a killed process may have left names that are not durable
-    lock = storage.try_lock(LOCK)
+    with required("fsync of directories", storage.root):
+        for directory in ("", *DIRECTORIES):
+            storage.fsync_dir(
+                directory
+            )  # a killed process may have left names that are not durable
+    with required("record locks (fcntl)", storage.root):
+        lock = storage.try_lock(LOCK)
     try:
         epoch = newest_epoch(storage)
         holder = _known_holder(storage, epoch)
@@ -219,7 +225,11 @@ def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int,
         temporary = f"{EPOCHS}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
         _write_taking(storage, temporary, _holder(identity, epoch))
         try:
-            storage.link(temporary, _epoch_path(epoch))
+            with required("hard links", storage.root):
+                storage.link(temporary, _epoch_path(epoch))
+        except ConfigError:
+            remove_marker(storage, temporary)
+            raise
         except OSError as error:
             # The link may exist all the same (F8): NFS even reports EEXIST when it repeats our
             # request.

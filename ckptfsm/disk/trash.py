@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from ckptfsm.adapters.abilities import required
+from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import (
     EPOCHS,
+    GONE,
     JOURNAL,
     OLD_EPOCHS,
     PINS,
@@ -57,6 +60,23 @@ def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None =
     if stuck is not None and not removed:
         raise stuck
     return removed
+
+
+def require_rename(storage: Storage, tag: str) -> None:
+    """Rename a directory of our own, and remove it.
+
+    Raises ``ConfigError`` if the file system cannot. Its names are given up: a kill in between leaves
+    an entry of the trash. ``tag`` is unique to the process.
+    """
+    made = f"{TRASH}/{GONE}trial{TEMPORARY}{tag}"
+    storage.mkdir(made)
+    try:
+        with required("rename of directories", storage.root):
+            storage.rename(made, f"{made}.moved")
+    except ConfigError:
+        storage.rmdir(made)
+        raise
+    storage.rmdir(f"{made}.moved")
 
 
 def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:

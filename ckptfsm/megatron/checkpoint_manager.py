@@ -32,8 +32,8 @@ class CheckpointManager(Manager, Gate):
     """The life of the checkpoints below ``root``, for one job.
 
     Construction is collective under torch.distributed (initialise it first); without it, a job of
-    one process. ``config`` (a model or a dict) or keyword arguments configure it, see
-    ``CheckpointConfig``.
+    one process, and ``WORLD_SIZE`` must not be above 1. ``config`` (a model or a dict) or keyword
+    arguments configure it, see ``CheckpointConfig``.
 
     - ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on every rank that
       registers them. A crash may lose a call, but never repeats one. Exceptions of hooks are
@@ -59,9 +59,10 @@ class CheckpointManager(Manager, Gate):
         opener = open_storage or OpenPosix(os.fspath(root))
         given = open_storage is not None and config.engine == "auto"
         self._engine = engine = None if given else engine_of(config)
+        ports = ports_of(config, opener, staging, engine)
         if engine is not None:
             engine.warm_up()  # before the root is opened: a Ctrl-C here would keep it busy
-        super().__init__(ports_of(config, opener, staging, engine), config, hooks)
+        super().__init__(ports, config, hooks)
         if engine is not None:
             engine.hear = self._one_call.hear_exit
 

@@ -8,6 +8,7 @@ recovery decides from disk.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import CheckpointConfig
-from ckptfsm.core.errors import RankFailed, describe
+from ckptfsm.core.errors import ConfigError, RankFailed, describe
 from ckptfsm.core.ports import Transport
 
 
@@ -73,7 +74,28 @@ def _named(what: str) -> Iterator[None]:
 
 
 def transport_of(config: CheckpointConfig) -> Transport:
-    """The transport among the ranks of the default process group, if there is one."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    """The transport among the ranks of the default process group, if there is one.
+
+    Raises ``ConfigError`` without a process group where ``WORLD_SIZE`` is above 1: the other ranks
+    would each take themselves for rank 0.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        _require_one_process()
+        return LocalTransport()
+    if dist.get_world_size() > 1:
         return GlooTransport(config.exchange_timeout_s)
     return LocalTransport()
+
+
+def _require_one_process() -> None:
+    told, rank = os.environ.get("WORLD_SIZE", "").strip(), os.environ.get("RANK")
+    if told.isdecimal() and int(told) > 1:
+        here = "this process" if rank is None else f"this process (RANK={rank})"
+        raise ConfigError(
+            f"WORLD_SIZE={told} says that {here} is one of {told} ranks, and there is no process group: "
+            "call torch.distributed.init_process_group before this on every rank; if one process alone "
+            "uses the root, set WORLD_SIZE=1 in its environment",
+            reason="no_process_group",
+            world_size=int(told),
+            rank=rank,
+        )

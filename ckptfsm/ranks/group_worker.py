@@ -34,12 +34,14 @@ from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.comparing import Comparison, Difference
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
+from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.image import ChunkSource, Copying, FromImages, Image, copying_of
 from ckptfsm.writers.plain_files import (
@@ -207,9 +209,12 @@ class BaseGroupWorker:
         """Stage and fork, as a rank of an SPMD job does."""
         rank, storage = self._ports.transport.rank, self._open(ticket.root)
         placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
+        visibility = Visibility(self._ports.clock, self._config.visibility_timeout_s)
         if ticket.part.directory:
-            make_dirs(storage, ticket.part.directory, base=ticket.location)
-        with at_path(storage, ticket.location, placed) as path:
+            visibility.require(storage, ticket.location)
+            made = visibility.of_directories(storage)
+            make_dirs(made, ticket.part.directory, base=ticket.location)
+        with at_path(storage, ticket.location, placed, visibility) as path:
             jobs = draft.stage(path, placed, accepted.planned)
         everything = [shares.place(spec) for spec in accepted.parts]
         jobs = tuple(around(job, everything) for job in jobs)
@@ -245,7 +250,13 @@ class BaseGroupWorker:
     def _launch(self, ticket: Ticket, share: PartJob, draft: Draft | None = None) -> None:
         optional = frozenset({ticket.part.name} if ticket.part.optional else ())
         job = RankJob(
-            ticket.of, self._number, ticket.world_size, ticket.location, (share,), optional
+            ticket.of,
+            self._number,
+            ticket.world_size,
+            ticket.location,
+            (share,),
+            optional,
+            self._config.visibility_timeout_s,
         )
         began = self._ports.clock.monotonic()
         deadline = began + ticket.timeout_s
@@ -273,7 +284,8 @@ class BaseGroupWorker:
 
     def _open(self, root: str) -> Storage:
         if self._storage is None:
-            self._storage = self._ports.open_storage(False)
+            late_s = self._config.visibility_timeout_s
+            self._storage = open_when_visible(self._ports, late_s)
         if self._storage.root != root:
             raise ConfigError(f"this worker works on {self._storage.root}, not on {root}")
         return self._storage

@@ -26,6 +26,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import View
 from ckptfsm.ranks.progress import ShareProgress
@@ -111,11 +112,13 @@ class RankReports:
             self._ports.driver.accept()
             return
         try:
-            with at_path(storage, location, specs) as path:
+            late_s = self._config.visibility_timeout_s
+            visibility = Visibility(self._ports.clock, late_s)
+            with at_path(storage, location, specs, visibility) as path:
                 staged = draft.stage(path, specs, accepted.planned)
             parts = tuple(around(job, accepted.parts) for job in staged)
             optional = frozenset(spec.name for spec in specs if spec.optional)
-            job = RankJob(of, self._rank, self._world_size, location, parts, optional)
+            job = RankJob(of, self._rank, self._world_size, location, parts, optional, late_s)
             deadline = self._now() + self._config.writer_timeout_s
             self._draft = draft
             self.writer = RankWriter(

@@ -39,6 +39,7 @@ from ckptfsm.core.ports import Driver, Pending, Ports, Reading, Storage, Survey,
 from ckptfsm.core.requests import Located
 from ckptfsm.disk.durable import is_about_content
 from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.handle import Restored, only
 from ckptfsm.ranks.proposal import name_parts
 
@@ -304,6 +305,9 @@ class Restorer:
                 step=located.step,
                 part=missing[0],
             )
+        # A rank without files to verify has not looked for the directory yet (F9).
+        visibility = Visibility(self.ports.clock, self.config.visibility_timeout_s)
+        visibility.require(self.storage, located.directory)
         base = self.storage.absolute(located.directory)
         return {name: join(base, known.get(name, "")) for name in named}
 

@@ -39,12 +39,13 @@ from ckptfsm.core.errors import (
     SaveRefused,
     StepNotFoundError,
     UnsavedStepsWarning,
+    describe,
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.notes import Stalled, Unpolled
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Draft, Ports, Storage
+from ckptfsm.core.ports import Draft, Identity, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
@@ -55,6 +56,7 @@ from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrup
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant
 from ckptfsm.ranks.restoring import Restorer
+from ckptfsm.ranks.shared_root import OpenedRoot, open_shared
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,22 +128,23 @@ class Session:
         if self.rank == 0:
             try:
                 self._storage = self._ports.open_storage(True)
-                self._client.start(self._make_coordinator(self._storage), self._ports.executor())
+                identity = self._ports.identity()
+                coordinator = self._make_coordinator(self._storage, identity)
+                self._client.start(coordinator, self._ports.executor())
                 report = self._client.ask(Coordinator.open)
                 view = self._client.ask(_view_of)
                 if self.config.on_tracked:
                     self._jobs = JobsBeside(self.config, self._storage, report.epoch)
-                answer = Answer((report, view), update=self._client.collect())
+                root = OpenedRoot(self._storage.root, report.epoch, identity)
+                answer = Answer((report, view, root), update=self._client.collect())
             except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
             except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
                 answer = Answer(error=interrupted_rank(error), interruption=error)
         answer = self._client.share(answer)
-        raised = answer.interruption or answer.error or problem or self._open_locally()
-        failed = self._ports.transport.any_flags([raised is not None])[0]
-        if failed:
-            raise raised or RankFailed("another rank could not open the root")
-        self._recovery, view = answer.value
+        raised = answer.interruption or answer.error or problem or self._open_locally(answer)
+        self._agree_that_all_opened(raised)
+        self._recovery, view, _ = answer.value
         self._participant.begin(view, answer.update)
         mailbox = self._ports.mailbox()
         if mailbox is not None:
@@ -150,14 +153,26 @@ class Session:
             self._participant.reports.employ(agent)
         self._note_recovery()
 
-    def _open_locally(self) -> CkptFsmError | None:
+    def _open_locally(self, answer: Answer) -> CkptFsmError | None:
         """Open this rank's storage. Returns the error if that fails."""
         try:
             if self.rank != 0:
-                self._storage = self._ports.open_storage(False)
+                _, _, root = answer.value
+                late_s = self.config.visibility_timeout_s
+                self._storage = open_shared(self._ports, root, late_s)
         except Exception as error:  # the other ranks must not believe that the manager is open
             return typed(error)
         return None
+
+    def _agree_that_all_opened(self, raised: BaseException | None) -> None:
+        """Raise this rank's error, or that of another rank (collective)."""
+        transport = self._ports.transport
+        if not transport.any_flags([raised is not None])[0]:
+            return
+        problems = transport.gather(describe(raised) if raised is not None else "")
+        found = [f"rank {rank}: {p}" for rank, p in enumerate(problems or ()) if p]
+        first = transport.broadcast(found[0] if found else "")
+        raise raised or RankFailed(f"another rank could not open the root: {first}")
 
     def _watch_signals(self) -> CkptFsmError | None:
         """Watch the configured signals.
@@ -197,12 +212,12 @@ class Session:
         for note in (*self._recovery.warnings, *notes):
             self._participant.notes.append(RecoveryWarning(note))
 
-    def _make_coordinator(self, storage: Storage) -> Coordinator:
+    def _make_coordinator(self, storage: Storage, identity: Identity) -> Coordinator:
         config, driver = self.config, self._ports.driver
         return Coordinator(
             storage,
             clock=self._ports.clock,
-            identity=self._ports.identity(),
+            identity=identity,
             options=CoordinatorOptions(
                 config.retention,
                 config.resume,
@@ -242,7 +257,7 @@ class Session:
         try:
             with self._one_call.running():
                 if not self._participant.closed:  # else an earlier close was interrupted
-                    self.wait_until_finished(self.config.close_timeout_s)
+                    self._wait_to_close(self.config.close_timeout_s)
                     self._agree(Coordinator.close)
                     if self._jobs is not None:
                         self._jobs.drain(self.config.jobs_drain_s, self._one_call.hear)
@@ -269,6 +284,14 @@ class Session:
         said = f"the run ended at step {reached}, and {newest}: save the last step, with last=True"
         say(log.warning, "steps_not_saved", said, reached=reached, latest=latest)
         warn_caller(UnsavedStepsWarning(said))
+
+    def _wait_to_close(self, timeout_s: float) -> None:
+        """Wait until nothing is in flight. A refused clean-up is left to the next start."""
+        self._participant.drive(_may_close, timeout_s, "the saves in flight")
+        if not self._participant.view.quiet:
+            self._agree(Coordinator.retry)
+            self._participant.drive(_may_close, timeout_s, "the saves in flight")
+        self._participant.raise_failures()
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for this rank's writer, then only local
@@ -642,6 +665,12 @@ def _no_save_in_flight(view: View) -> bool:
 
 def _nothing_unfinished(view: View) -> bool:
     return view.quiet
+
+
+def _may_close(view: View) -> bool:
+    """True if nothing is left to do, or only clean-ups of failed saves that the disk refuses."""
+    refused = not view.awaiting and view.in_flight is None and view.unfinished
+    return view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())
 
 
 def _left_in_flight(reference: weakref.ref[Session]) -> str:

@@ -422,7 +422,7 @@ class Watch:
             else:
                 self._require(process, attempt, "failed", "clean up")
             self._effect(process, src)
-        elif src.startswith(TRASH) and dst.startswith(_GONE):
+        elif src.startswith(TRASH) and dst.startswith(_GONE) and ".tmp-" not in src:
             self._given_up(process, src)
         if _RECEIPTS in dst and dst.endswith(".json") and ".tmp-" not in dst:
             self._received(dst)

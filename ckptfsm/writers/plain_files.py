@@ -20,6 +20,7 @@ from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.disk.durable import fsync_existing, walk_files
 from ckptfsm.disk.trash import remove_empty
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.image import FromImages
 from ckptfsm.writers.rank_writer import FilePart
 
@@ -117,13 +118,17 @@ def planned_bytes(parts: Iterable[PartJob]) -> int | None:
 
 
 @contextmanager
-def at_path(storage: Storage, location: str, specs: Iterable[PartSpec]) -> Iterator[str]:
+def at_path(
+    storage: Storage, location: str, specs: Iterable[PartSpec], visibility: Visibility
+) -> Iterator[str]:
     """The absolute path of an attempt, for parts that the trainer writes by path.
 
-    If there are such parts, raises ``StorageError`` at the begin or the end of the block if the
-    path leads elsewhere (``Storage.absolute``). So files made by path were made in the right place.
+    If there are such parts, waits until the directory is visible on this host. Raises
+    ``StorageError`` at the begin or the end of the block if the path leads elsewhere
+    (``Storage.absolute``). So files made by path were made in the right place.
     """
     if any(spec.kind in ("tree", "foreign") for spec in specs):
+        visibility.require(storage, location)
         yield storage.absolute(location)
         storage.absolute(location)
     else:

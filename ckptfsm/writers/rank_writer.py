@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.adapters.shared_count import SharedCount
@@ -28,6 +29,7 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.counted import Count, counted
 from ckptfsm.writers.image import FromImages, InlineChunks, MemoryReader, copying_of
 from ckptfsm.writers.shard_file import ShardFile
@@ -56,12 +58,17 @@ def write_rank(
     job: RankJob,
     await_word: Callable[[], object] = str,
     count: Count | None = None,
+    clock: Clock | None = None,
 ) -> list[tuple[str, int, Any]]:
     """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
 
     ``await_word`` returns when the receipts may be written: they must not vouch for a torn copy.
-    ``count`` is told the bytes of the shards while they are written.
+    ``count`` is told the bytes of the shards while they are written. ``clock`` is the system's by
+    default.
     """
+    visibility = Visibility(clock or SystemClock(), job.visibility_timeout_s)
+    visibility.require(storage, _made_by_coordinator(job.of, job.location))
+    storage = visibility.of_directories(storage)
     written = []
     shards = counted(storage, count)
     for part in job.parts:
@@ -117,13 +124,18 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
     put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)
 
 
+def _made_by_coordinator(of: AttemptId, location: str) -> str:
+    """The name that shows that an attempt may be written: its directory, or its mark in place."""
+    return location if location.startswith(f"{STAGING}/") else f"{location}/{begun_name(of)}"
+
+
 def _require_mark(storage: Storage, of: AttemptId, location: str) -> None:
     """Raise ``StorageError`` unless the directory in place still belongs to attempt ``of``.
 
     A later attempt uses the same file names there: the mark of an attempt tells them apart.
     """
-    in_place = not location.startswith(f"{STAGING}/")
-    if in_place and lookup(storage, f"{location}/{begun_name(of)}") is None:
+    mark = _made_by_coordinator(of, location)
+    if mark != location and lookup(storage, mark) is None:
         raise StorageError(f"{of} has no right to {location} any more", file=location)
 
 

@@ -453,6 +453,65 @@ PEOPLE = (
 
 FIELD = (
     mutant(
+        "a-directory-behind-eexist-is-missing",
+        "disk.visibility:_Awaited.mkdir",
+        "self._made_elsewhere.add(path)",
+        "",
+        breaks="F9",
+        source="mlcommons/storage #699",
+        killers=(
+            "tests:test_rank_writer.py::test_F9_a_directory_that_another_host_made_is_waited_for",
+        ),
+        why="a save fails because two hosts make one directory at the same time",
+    ),
+    mutant(
+        "close-waits-for-what-is-refused",
+        "ranks.session:_may_close",
+        "view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())",
+        "view.quiet",
+        breaks="I10",
+        source="orbax #3537",
+        killers=(
+            "tests:test_file_systems.py::test_close_does_not_wait_for_a_clean_up_that_is_refused",
+        ),
+        why="a job whose file system refuses a rename hangs in close for half an hour",
+    ),
+    mutant(
+        "a-rename-is-not-tried",
+        "coordinator.coordinator:Coordinator._open",
+        "require_rename(self._storage, ownership.tag)",
+        "",
+        breaks="I3",
+        source="verl #7641",
+        killers=("tests:test_file_systems.py::test_a_missing_ability_is_named_at_opening",),
+        why="the mount of an object store takes hours of training, and publishes nothing",
+    ),
+    mutant(
+        "any-epoch-is-rank-0s",
+        "ranks.shared_root:OpenedRoot.is_seen_in",
+        "holder.nonce == self.owner.nonce",
+        "True",
+        breaks="I10",
+        source="Megatron-LM #1530",
+        killers=(
+            (
+                "tests:test_shared_root.py::"
+                "test_ranks_that_do_not_see_the_same_directory_are_refused_at_opening"
+            ),
+        ),
+        why="each node writes to a disk of its own, and the first save fails",
+    ),
+    mutant(
+        "a-root-that-shows-late-is-missing",
+        "ranks.shared_root:open_when_visible",
+        'error.facts.get("reason") != "missing" or ports.clock.monotonic() >= deadline',
+        "True",
+        breaks="F9",
+        source="F9",
+        killers=("tests:test_shared_root.py::test_F9_the_root_that_rank_0_made_is_waited_for",),
+        why="the first start fails on hosts that have cached that there is no root",
+    ),
+    mutant(
         "what-is-not-seen-yet-is-lost",
         "ranks.restoring:Restorer._sizes",
         "self.config.visibility_timeout_s if self.transport.rank else 0.0",

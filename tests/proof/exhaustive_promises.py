@@ -154,7 +154,7 @@ class Watch:
         elif src.startswith(STAGING) and dst.startswith(TRASH):
             state = run.journal.value.state_of(layout.parse_attempt(src.rpartition("/")[2]))
             require(state == "failed", "I1", f"{src} ({state}) was moved to {dst}")
-        elif src.startswith(TRASH) and dst.startswith(_GONE):
+        elif src.startswith(TRASH) and dst.startswith(_GONE) and TEMPORARY not in src:
             state = run.journal.value.state_of(layout.parse_aside(src.rpartition("/")[2]))
             require(state == "absent", "I1", f"{src} ({state}) was moved to {dst}")
         elif src.startswith(TRASH) and dst.startswith(QUARANTINE):

@@ -284,7 +284,8 @@ class WorldWriter:
         if not parent.alive:
             raise ProcessDead(parent.name)
         self._site = site
-        self._job = _forked(job, WorldClock(site, parent))
+        self._clock = WorldClock(site, parent)
+        self._job = _forked(job, self._clock)
         self._process = site.world.process(name, parent.host, parent, "writer")
         self._storage = WorldStorage(site, self._process)
         self._ended: Outcome | None = None
@@ -358,16 +359,17 @@ class WorldWriter:
         """
         job, site = self._job, self._site
         several = len(job.parts) > 1 or any(isinstance(p, GroupShare) for p in job.parts)
+        write = partial(write_rank, self._storage, count=self._count, clock=self._clock)
         if not several or not site.chance(site.uneven):
-            return write_rank(self._storage, job, count=self._count)
+            return write(job)
         index = site.world.random.randrange(len(job.parts))
         how = site.world.random.choice(("late", "fails", "missing"))
         one = StruckPart(site, job, job.parts[index], how)
         if how != "missing":
             parts = (*job.parts[:index], one, *job.parts[index + 1 :])
-            return write_rank(self._storage, replace(job, parts=parts), count=self._count)
+            return write(replace(job, parts=parts))
         parts = (*job.parts[:index], *job.parts[index + 1 :])
-        written = write_rank(self._storage, replace(job, parts=parts), count=self._count)
+        written = write(replace(job, parts=parts))
         one.strike()
         written.insert(index, (one.name, 1, None))
         return written

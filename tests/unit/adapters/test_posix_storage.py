@@ -518,6 +518,32 @@ def test_F16_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
             PosixStorage(bad)
 
 
+@pytest.mark.parametrize(
+    ("root", "reason"),
+    [
+        *(
+            (root, "url")
+            for root in ("s3://b/run", "gs://b/run", "hdfs://h/run", "abfss://c@h/run")
+        ),
+        (Path("s3://bucket/run"), "url"),
+        (Path("file:///tmp/run"), "url"),
+        *((root, "not_expanded") for root in ("~", "~/run", "~me/run", "$SCRATCH/run", "${X}/run")),
+    ],
+)
+def test_a_root_that_means_another_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | Path, reason: str
+) -> None:
+    """Catches: a local directory named "s3:" or "~", in which a pod's checkpoints are lost with it."""
+    monkeypatch.chdir(tmp_path)
+    for create in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            PosixStorage(root, create=create)
+        assert (caught.value.reason, caught.value.root) == (reason, str(root))
+    assert not list(tmp_path.iterdir())
+    PosixStorage(f"./{root}").close_root()  # as the error says
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_F16_a_directory_swapped_for_a_symlink_is_not_followed(
     posix: PosixStorage, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ import pytest
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Receipt, decode
+from ckptfsm.core.errors import StorageError
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
-from ckptfsm.core.layout import STAGING, receipt_name, staging_dir
-from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import RankJob, Written
+from ckptfsm.core.layout import RECEIPTS, STAGING, receipt_name, staging_dir
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import FileStat, RankJob, Written
 from ckptfsm.disk.durable import make_dirs
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.testing.fakes import FakeShard, Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
-from ckptfsm.testing.harness import FakePart
+from ckptfsm.testing.harness import FakePart, SimClock
 from ckptfsm.testing.simfs import SimDisk, SimStorage
+from ckptfsm.writers.plain_files import at_path
 from ckptfsm.writers.rank_writer import FilePart, RankWriter, launch_forked, write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -147,9 +150,73 @@ def test_F13_a_late_writer_cannot_bring_its_directory_back(disk: SimDisk, direct
     """Catches: files of a dead attempt that reappear after they were moved to the trash."""
     storage = SimStorage(disk, "writer")
     storage.rename(LOCATION, "moved_away")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(StorageError, match="moved it away"):
         write_rank(storage, job(FakePart("state", directory, 0, content())))
     assert storage.listdir(STAGING) == [] and storage.listdir("moved_away") == []
+
+
+class OtherHost(SimStorage):
+    """A host that shows the names ``late`` only after so many seconds; ``mkdir`` sees them at once."""
+
+    def __init__(self, disk: SimDisk, late: set[str], seconds: float) -> None:
+        super().__init__(disk, "writer")
+        self.clock, self.late, self.shown_at = SimClock(), late, 1000.0 + seconds
+
+    def stat(self, path: str) -> FileStat:
+        self._require(path)
+        return super().stat(path)
+
+    def mkdir(self, path: str) -> None:
+        self._require(path.rpartition("/")[0])
+        super().mkdir(path)
+
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
+        self._require(path.rpartition("/")[0])
+        return super().open_exclusive(path, direct=direct)
+
+    def _require(self, path: str) -> None:
+        if path in self.late and self.clock.now < self.shown_at:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def write_job(self, work: RankJob) -> None:
+        write_rank(self, replace(work, visibility_timeout_s=5.0), clock=self.clock)
+
+
+NAMES = (LOCATION, f"{LOCATION}/actor", f"{LOCATION}/{RECEIPTS}", f"{LOCATION}/{RECEIPTS}/state")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_F9_a_directory_that_another_host_made_is_waited_for(disk: SimDisk, name: str):
+    """Catches: a save that fails where a mkdir says that a directory is there, and a look says not."""
+    other = SimStorage(disk, "other")
+    write_rank(other, job(FakePart("state", "actor", 1, content(1)), rank=1, world_size=2))
+    storage = OtherHost(disk, {name}, 4.0)
+    storage.write_job(job(FakePart("state", "actor", 0, content()), world_size=2))
+    assert receipt(other, rank=0).files
+    assert 4 <= storage.clock.now - 1000 < 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_F9_a_directory_that_never_shows_fails_the_writer_in_time(disk: SimDisk, name: str):
+    """Catches: a writer that waits without end, or one that writes a receipt all the same."""
+    other = SimStorage(disk, "other")
+    write_rank(other, job(FakePart("state", "actor", 1, content(1)), rank=1, world_size=2))
+    storage = OtherHost(disk, {name}, 1e6)
+    with pytest.raises(OSError):
+        storage.write_job(job(FakePart("state", "actor", 0, content()), world_size=2))
+    assert 5 <= storage.clock.now - 1000 < 6
+    with pytest.raises(FileNotFoundError):
+        receipt(other, rank=0)
+
+
+def test_F9_a_trainer_that_writes_by_path_waits_for_the_directory(disk: SimDisk):
+    """Catches: a ``FileTree`` of another host, whose function is called before there is a directory."""
+    storage, tree = OtherHost(disk, {LOCATION}, 4.0), PartSpec("files", "tree", "files")
+    with at_path(storage, LOCATION, [tree], Visibility(storage.clock, 5.0)):
+        assert 4 <= storage.clock.now - 1000 < 5
+    storage = OtherHost(disk, {LOCATION}, 4.0)
+    with at_path(storage, LOCATION, [PartSpec("state")], Visibility(storage.clock, 5.0)):
+        assert storage.clock.now == 1000, "its writer waits"
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])

@@ -1,0 +1,83 @@
+"""The proof that every rank works in the directory that rank 0 opened.
+
+Node-local disks have the same path on every host. Without this look, such a job would notice at its
+first save, by a file that is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptfsm.core.backoff import pauses
+from ckptfsm.core.errors import ConfigError, DamagedRoot
+from ckptfsm.core.ports import Identity, Ports, Storage
+from ckptfsm.disk.ownership import newest_epoch, read_holder
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRoot:
+    """The root at ``path``, as ``owner`` opened it."""
+
+    path: str
+    epoch: int
+    owner: Identity
+
+    def is_seen_in(self, storage: Storage) -> bool:
+        """True if ``storage`` shows the epoch that this owner took."""
+        try:
+            holder = read_holder(storage, self.epoch)
+        except DamagedRoot:  # of another root, or not all of it is visible yet
+            return False
+        return holder is not None and holder.nonce == self.owner.nonce
+
+
+def open_when_visible(ports: Ports, timeout_s: float) -> Storage:
+    """This process's storage of a root that another process made.
+
+    A root that this host does not show yet is waited for, at most ``timeout_s``.
+    """
+    deadline, pause = ports.clock.monotonic() + timeout_s, pauses()
+    while True:
+        try:
+            return ports.open_storage(False)
+        except ConfigError as error:
+            if error.facts.get("reason") != "missing" or ports.clock.monotonic() >= deadline:
+                raise
+        ports.clock.sleep(next(pause))
+
+
+def open_shared(ports: Ports, root: OpenedRoot, timeout_s: float) -> Storage:
+    """This rank's storage of the root that rank 0 has opened.
+
+    Names that this host does not show yet are waited for, at most ``timeout_s``. Raises
+    ``ConfigError`` if rank 0's epoch does not show.
+    """
+    deadline, pause = ports.clock.monotonic() + timeout_s, pauses()
+    try:
+        storage = open_when_visible(ports, timeout_s)
+    except ConfigError as error:
+        if error.facts.get("reason") != "missing":
+            raise
+        raise _not_shared(ports, root, error.root, "no such directory") from None
+    try:
+        while not root.is_seen_in(storage):
+            if ports.clock.monotonic() >= deadline:
+                raise _not_shared(ports, root, storage.root, f"epoch {newest_epoch(storage)}")
+            ports.clock.sleep(next(pause))
+    except BaseException:
+        storage.close_root()
+        raise
+    return storage
+
+
+def _not_shared(ports: Ports, root: OpenedRoot, place: str, found: str) -> ConfigError:
+    rank, host = ports.transport.rank, ports.identity().host
+    return ConfigError(
+        f"the ranks do not see the same directory: rank 0 on {root.owner.host} took epoch {root.epoch} "
+        f"in {root.path}, and rank {rank} on {host} finds {found} at {place}: the root has to be on a "
+        "file system that all hosts mount",
+        reason="not_shared",
+        root=place,
+        rank=rank,
+        host=host,
+    )

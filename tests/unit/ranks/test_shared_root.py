@@ -1,0 +1,140 @@
+"""Ranks on several hosts open one root: names that show late, and roots that are not the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from managers import QUICK, TEMPLATE, weights
+
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import ConfigError, RankFailed
+from ckptfsm.core.layout import EPOCHS
+from ckptfsm.core.ports import FileStat, Storage
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.harness import SimClock
+
+TIMEOUT_S = 5.0
+CONFIG = make_config({**QUICK, "visibility_timeout_s": TIMEOUT_S})
+
+
+class Elsewhere:
+    """``open_storage`` of a host that shows the root, then what is in it, after so many seconds."""
+
+    step_s = 0.0  # until a step's directory is visible
+
+    def __init__(self, root: Path, root_s: float = 0.0, epoch_s: float = 0.0) -> None:
+        self.root, self.clock, self.root_s, self.epoch_s = root, SimClock(), root_s, epoch_s
+        self.began = self.clock.monotonic()
+        self.opened: list[PosixStorage] = []
+
+    def __call__(self, create: bool) -> Storage:
+        assert not create
+        if self.age() < self.root_s:
+            raise ConfigError("the root does not exist", root=str(self.root), reason="missing")
+        self.opened.append(_LateNames(self))
+        return self.opened[-1]
+
+    def age(self) -> float:
+        return self.clock.monotonic() - self.began
+
+
+class _LateNames(PosixStorage):
+    def __init__(self, host: Elsewhere) -> None:
+        super().__init__(host.root, create=False)
+        self._host = host
+
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
+        if path.startswith(EPOCHS) and self._host.age() < self._host.epoch_s:
+            raise FileNotFoundError(2, "not visible yet", path)
+        return super().read(path, limit, offset)
+
+    def stat(self, path: str) -> FileStat:
+        if path.startswith("iter_") and self._host.age() < self._host.step_s:
+            raise FileNotFoundError(2, "not visible yet", path)
+        return super().stat(path)
+
+
+def opened_by_two(root: Path, other: Elsewhere) -> list[object]:
+    """The results of two ranks that open ``root``; rank 1 is on another host."""
+
+    def work(transport: ThreadTransport) -> str:
+        driver = FakeDriver(transport.rank)
+        ports = (
+            fake_ports(other, driver=driver, transport=transport, clock=other.clock)
+            if transport.rank
+            else fake_ports(root, driver=driver, transport=transport)
+        )
+        Manager(ports, CONFIG).close()
+        return "closed"
+
+    return run_ranks(2, work)
+
+
+@pytest.mark.parametrize("late", ["root_s", "epoch_s"])
+def test_F9_the_root_that_rank_0_made_is_waited_for(late: str, tmp_path: Path) -> None:
+    """Catches: a start that fails because another host shows the new root, or the new epoch, late."""
+    other = Elsewhere(tmp_path / "root", **{late: TIMEOUT_S - 1})
+    assert opened_by_two(tmp_path / "root", other) == ["closed", "closed"]
+    assert TIMEOUT_S - 1 <= other.age() < TIMEOUT_S
+
+
+def alone(root: Path) -> None:
+    Manager(fake_ports(root), CONFIG).close()
+
+
+def missing(root: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [(missing, "no such directory"), (Path.mkdir, "epoch 0"), (alone, "epoch 1")],
+)
+def test_ranks_that_do_not_see_the_same_directory_are_refused_at_opening(
+    there, found: str, tmp_path: Path
+) -> None:
+    """Catches: checkpoints on node-local disks, which the first save notices by a missing file."""
+    there(tmp_path / "node1")
+    other = Elsewhere(tmp_path / "node1")
+    first, second = opened_by_two(tmp_path / "node0", other)
+    assert isinstance(second, ConfigError)
+    assert second.reason == "not_shared"
+    assert isinstance(first, RankFailed)
+    for error in (first, second):
+        told = str(error)
+        assert "do not see the same directory" in told
+        assert str(tmp_path / "node0") in told
+        assert f"{found} at {tmp_path / 'node1'}" in told
+    assert all(storage.fileno_of_root() == -1 for storage in other.opened)
+
+
+def test_F9_a_restore_that_verifies_nothing_waits_for_the_directory(tmp_path: Path) -> None:
+    """Catches: a rank that loads before its host shows the step, as it has no file to verify."""
+    with Manager(fake_ports(tmp_path), CONFIG) as manager:
+        manager.save(1, weights(1)).wait()
+    other = Elsewhere(tmp_path)
+    other.step_s = TIMEOUT_S - 1
+
+    def work(transport: ThreadTransport) -> int:
+        driver = FakeDriver(0)  # both read the shard of the one rank that saved
+        place, clock = (other, other.clock) if transport.rank else (tmp_path, None)
+        ports = fake_ports(place, driver=driver, transport=transport, clock=clock)
+        with Manager(ports, make_config({**QUICK, "verify": "none"})) as manager:
+            return manager.restore(TEMPLATE).step
+
+    assert run_ranks(2, work) == [1, 1]
+    assert other.age() >= other.step_s
+
+
+def test_another_error_of_the_root_is_not_waited_for(tmp_path: Path) -> None:
+    """Catches: a wait for what does not mend itself, and its reason replaced by another one."""
+    (tmp_path / "file").write_bytes(b"")
+    other = Elsewhere(tmp_path / "file")
+    first, second = opened_by_two(tmp_path / "root", other)
+    assert isinstance(second, ConfigError)
+    assert second.reason == "not_a_directory"
+    assert "not a directory" in str(first)
+    assert other.age() == 0
