@@ -323,6 +323,10 @@ class PosixStorage:
         with self._entry(path, changes=True) as (parent, name):
             os.unlink(name, dir_fd=parent)
 
+    def touch(self, path: str) -> None:
+        with self._entry(path, changes=True) as (parent, name):
+            os.utime(name, dir_fd=parent, follow_symlinks=False)
+
     def fsync_dir(self, path: str) -> None:
         with self._directory(path, split_path(path), changes=False) as fd:
             os.fsync(fd)

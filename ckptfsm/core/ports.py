@@ -110,6 +110,10 @@ class Storage(Protocol):
 
     def unlink(self, path: str) -> None: ...
 
+    def touch(self, path: str) -> None:
+        """Set the times of an existing file to now; the content stays."""
+        ...
+
     def fsync_dir(self, path: str) -> None: ...
 
     def listdir(self, path: str) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.core.documents import Holder, Pin, decode
-from ckptfsm.core.errors import ConfigError, DamagedRoot, JournalCorrupt, NewerSchema
+from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
 from ckptfsm.core.layout import (
     LAYOUTS,
@@ -68,10 +68,7 @@ def look(storage: Storage) -> Overview:
     Raises ``JournalCorrupt``, ``NewerSchema`` or ``OSError``; ``ConfigError`` for a directory that is
     no root.
     """
-    try:
-        history = read_history(storage)
-    except JournalCorrupt:  # an owner may have folded old segments meanwhile
-        history = read_history(storage)
+    history = read_history(storage)
     names = list_names(storage, "")
     layout = _layout_of(history, names)
     published = {n: step for n in names if (step := layout.parse_published(n)) is not None}

@@ -52,6 +52,7 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         tuple(list_names(storage, TRASH)),
         processes_in(Path(storage.root), besides=(os.getpid(), overview.owner.pid)),
         storage.free_bytes(),
+        overview.history.missing,
     )
 
 

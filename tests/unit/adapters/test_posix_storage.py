@@ -290,6 +290,28 @@ def test_link_is_a_second_name(store: Storage) -> None:
     fails(errno.EPERM, store.link, "d", "e")
 
 
+def test_touching_changes_no_content(store: Storage) -> None:
+    create(store, "a", b"one")
+    store.touch("a")
+    assert store.read("a", 9) == b"one"
+    fails(errno.ENOENT, store.touch, "b")
+
+
+def test_touching_sets_the_time(tmp_path: Path) -> None:
+    """Catches: old files that a purge takes although they were touched; a link that is followed."""
+    (tmp_path / "beside").write_text("x")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a").write_text("x")
+    (root / "link").symlink_to("../beside")
+    os.utime(root / "a", (1, 1))
+    os.utime(tmp_path / "beside", (1, 1))
+    storage = PosixStorage(root)
+    for name in ("a", "link"):
+        storage.touch(name)
+    assert (root / "a").stat().st_mtime > 1e9 and (tmp_path / "beside").stat().st_mtime == 1
+
+
 def test_removing(store: Storage) -> None:
     store.mkdir("d")
     create(store, "d/f")

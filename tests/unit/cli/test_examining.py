@@ -96,6 +96,12 @@ def _journal(root: Path) -> None:
     segment.write_bytes(data)
 
 
+def _shortened(root: Path) -> None:
+    for step in (10, 20):
+        real_root(root, step)
+    (root / ".ckptfsm/journal/000001.ndjson").unlink()
+
+
 def _newer(root: Path) -> None:
     real_root(root, 10, 20)
     manifest = root / "iter_0000020/.ckptfsm/manifest.json"
@@ -152,6 +158,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F19 named": ("tracker-names-no-checkpoint", _tracker("17")),
     "F19 all": ("nothing-to-resume-from", _nothing_left),
     "F20": ("journal-damaged", _journal),
+    "F20 purged": ("journal-shortened", _shortened),
     "F34": ("written-by-newer-version", _newer),
     "F2": ("save-interrupted", _save_interrupted),
     "F2 owner": ("owner-ended", _save_interrupted),
