@@ -218,6 +218,13 @@ class StorageError(CkptFsmError, OSError):
     advice = "look at the disk; retry once it is mended"
 
 
+class NotPermitted(StorageError, PermissionError):
+    """This user may not do that in the root (``file``, ``call``, ``user``)."""
+
+    kind = "not_permitted"
+    advice = "ask the owner of the files for access of the group: docs/permissions.md"
+
+
 class OutcomeUnknown(StorageError):
     """A durable change could neither be completed nor undone with certainty."""
 

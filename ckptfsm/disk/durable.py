@@ -19,7 +19,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from ckptfsm.core.errors import DamagedRoot, StorageError
+from ckptfsm.core.errors import DamagedRoot, NotPermitted, StorageError
 from ckptfsm.core.layout import DIRECTORIES
 from ckptfsm.core.ports import FileKind, FileStat, Storage
 
@@ -261,9 +261,17 @@ def storage_error(error: OSError, what: str, path: str | None = None) -> Storage
     """``error`` as a ``StorageError`` that names the file, the call and the errno."""
     name = errno.errorcode.get(error.errno or 0)
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return StorageError(
-        f"{what}: {reason}", file=path or error.filename, errno_name=name, call=what
-    )
+    file = path or error.filename
+    if isinstance(error, PermissionError):
+        user = os.geteuid()
+        return NotPermitted(
+            f"{what}: user {user} may not: {reason}",
+            file=file,
+            errno_name=name,
+            call=what,
+            user=user,
+        )
+    return StorageError(f"{what}: {reason}", file=file, errno_name=name, call=what)
 
 
 def content_is(storage: Storage, path: str, data: bytes) -> bool:
