@@ -97,7 +97,7 @@ from ckptfsm.disk.inspection import (
     read_tracker,
 )
 from ckptfsm.disk.journal import History, newest_segment, read_again, read_history
-from ckptfsm.disk.ownership import RootOwnership, open_root
+from ckptfsm.disk.ownership import RootOwnership, is_owned_here, open_root
 from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
@@ -205,7 +205,7 @@ class Coordinator:
                 return self._take_root_now()
             except RootBusy as busy:
                 host, pid = busy.facts.get("host"), busy.facts.get("pid")
-                by_this_process = (host, pid) == (self._identity.host, self._identity.pid)
+                by_this_process = is_owned_here(self._storage, self._identity)
                 if by_this_process or self._clock.monotonic() >= deadline:
                     raise
                 if not waits:

@@ -224,7 +224,8 @@ def _of_the_host(facts: Situation) -> Iterator[Finding]:
         words = f"{owner}: it crashed or was killed"
         yield Finding("owner-ended", _NOTE, words, "start the job")
     if owner.ownership is Ownership.ELSEWHERE:
-        words = f"{owner}: this host cannot see whether it lives"
+        here = "container" if owner.in_container else "host"
+        words = f"{owner}: this {here} cannot see whether it lives"
         yield Finding("owner-elsewhere", _NOTE, words, f"look for pid {owner.pid} on {owner.host}")
     if facts.processes and owner.ownership is not Ownership.LIVES:
         yield _of_processes(facts)

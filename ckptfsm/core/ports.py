@@ -206,12 +206,16 @@ class Clock(Protocol):
 class Identity(NamedTuple):
     """The process that holds a root: distinguishes a living process from a later one with the same
     pid.
+
+    ``namespace`` is the number of its pid namespace, "" if the kernel does not tell: containers of one
+    pod have the same host name, and each has a process 1.
     """
 
     host: str
     pid: int
     started: str
     nonce: str
+    namespace: str = ""
 
 
 T = TypeVar("T")

@@ -27,13 +27,13 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.ports import Storage
+from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.core.recorded_policy import rules_that_keep
 from ckptfsm.core.retention import describe_tracked
 from ckptfsm.disk.durable import list_names, lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History, read_history
-from ckptfsm.disk.ownership import holder_lives, newest_epoch, read_holder
+from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
 
 _PIN_BYTES = 1 << 16
 
@@ -104,14 +104,16 @@ def owner_of(storage: Storage) -> Owner:
         return Owner(Ownership.UNREADABLE, epoch)
     if holder is None:
         return Owner(Ownership.NEVER, epoch)
-    return Owner(_ownership(storage, holder), epoch, holder.host, holder.pid)
+    here = this_process()
+    found = _ownership(storage, holder, here)
+    in_container = found is Ownership.ELSEWHERE and holder.host == here.host
+    return Owner(found, epoch, holder.host, holder.pid, in_container)
 
 
-def _ownership(storage: Storage, holder: Holder) -> Ownership:
+def _ownership(storage: Storage, holder: Holder, here: Identity) -> Ownership:
     if holder.released:
         return Ownership.RELEASED
-    here = this_process()
-    if holder.host != here.host:
+    if is_elsewhere(holder, here):
         return Ownership.ELSEWHERE
     return Ownership.LIVES if holder_lives(storage, holder, here) else Ownership.ENDED
 

@@ -280,7 +280,7 @@ def holder_lives(storage: Storage, holder: Holder | None, identity: Identity) ->
         return False
     if _is_here(holder, identity):
         return holder.nonce in _living.nonces
-    started = _started(holder.pid) if holder.host == identity.host else ""
+    started = "" if is_elsewhere(holder, identity) else _started(holder.pid)
     if not started or holder.started != started:
         return False
     return _has_open(holder.pid, storage.absolute(LOCK))
@@ -304,8 +304,21 @@ def _leads_to(descriptor: Path, path: str) -> bool:
         return False
 
 
+def is_elsewhere(holder: Holder, identity: Identity) -> bool:
+    """True if the holder's pid means nothing here: on another host, or in another container."""
+    namespaces = {holder.namespace, identity.namespace} - {""}
+    return holder.host != identity.host or len(namespaces) > 1
+
+
+def is_owned_here(storage: Storage, identity: Identity) -> bool:
+    """True if this process took the newest epoch."""
+    holder = _known_holder(storage, newest_epoch(storage))
+    return holder is not None and _is_here(holder, identity)
+
+
 def _is_here(holder: Holder, identity: Identity) -> bool:
-    return (holder.host, holder.pid, holder.started) == identity[:3]
+    same = (holder.host, holder.pid, holder.started) == identity[:3]
+    return same and not is_elsewhere(holder, identity)
 
 
 def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
@@ -381,6 +394,7 @@ def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder
         started=identity.started,
         nonce=identity.nonce,
         released=released,
+        namespace=identity.namespace,
     )
 
 

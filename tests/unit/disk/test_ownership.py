@@ -26,7 +26,14 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.ports import Identity
 from ckptfsm.disk.journal import newest_segment
-from ckptfsm.disk.ownership import RootOwnership, newest_epoch, open_root, read_holder
+from ckptfsm.disk.ownership import (
+    RootOwnership,
+    is_elsewhere,
+    is_owned_here,
+    newest_epoch,
+    open_root,
+    read_holder,
+)
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -443,6 +450,18 @@ def test_F34_a_newer_holder_is_a_clear_error(content: bytes):
     disk.kill("second")
     with pytest.raises(CkptFsmError):
         take(disk, "third")
+
+
+def test_a_process_of_another_container_is_not_this_one():
+    """Catches: containers of one pod with one host name, where each one has a process 1."""
+    disk = SimDisk()
+    one = Identity("pod", 1, "boot:1", "one", "4026532001")
+    take_as = [one, one._replace(nonce="two", namespace="4026532002"), one._replace(namespace="")]
+    open_root(NoLocks(disk, "one"), one)
+    holder = read_holder(SimStorage(disk, "look"), 1)
+    assert [is_elsewhere(holder, each) for each in take_as] == [False, True, False]
+    storage = SimStorage(disk, "look")
+    assert [is_owned_here(storage, each) for each in take_as] == [True, False, True]
 
 
 def test_tags_are_unique():
