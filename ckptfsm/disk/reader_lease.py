@@ -97,10 +97,7 @@ class ReaderLease:
         """
         self._renewals += 1
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
-        try:
-            put(self._storage, self._file, encode(mark), tag=self._nonce)
-        except PermissionError as error:
-            raise storage_error(error, "lease", self._file) from error
+        self._put(mark)
         found = lookup(self._storage, self._name)
         if found is None or found.kind != "dir":
             raise StepNotFoundError(
@@ -117,6 +114,12 @@ class ReaderLease:
         found = look(self._storage).ledger.in_state(*_READ)
         of_step = [c for c in found if c.step == self._step]
         return dict(of_step[-1].metrics) if of_step else {}
+
+    def _put(self, mark: Pin) -> None:
+        try:
+            put(self._storage, self._file, encode(mark), tag=self._nonce)
+        except PermissionError as error:
+            raise storage_error(error, "lease", self._file) from error
 
     def __exit__(
         self,
