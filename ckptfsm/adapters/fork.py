@@ -130,7 +130,7 @@ class Child:
             return True
         if not self._is_ours():
             return False
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
             if self._group:
                 os.killpg(self.pid, signal.SIGKILL)
             else:

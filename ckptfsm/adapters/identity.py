@@ -12,7 +12,16 @@ from ckptfsm.core.ports import Identity
 
 def this_process() -> Identity:
     """The running process: its start time distinguishes it from an earlier one with the same pid."""
-    return Identity(socket.gethostname(), os.getpid(), _started("self"), uuid.uuid4().hex)
+    nonce = uuid.uuid4().hex
+    return Identity(socket.gethostname(), os.getpid(), _started("self"), nonce, _namespace())
+
+
+def _namespace() -> str:
+    """The number of the pid namespace; "" if the kernel does not tell."""
+    try:
+        return str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        return ""
 
 
 def _started(process: int | str) -> str:

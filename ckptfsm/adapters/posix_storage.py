@@ -8,6 +8,8 @@ Rules:
   time with ``O_NOFOLLOW``.
 - Nothing is changed through a directory on another device than the root (a mount point inside it):
   ``EXDEV``. A bind mount of the same device cannot be told apart this way.
+- The umask decides who may read and write new files and directories, and a directory's setgid bit
+  their group, as for any program.
 - Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
 - Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that
   no caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
@@ -198,7 +200,7 @@ class PosixStorage:
 
     def open_exclusive(self, path: str, *, direct: bool = False) -> int:
         with self._entry(path, changes=True) as (parent, name):
-            fd = os.open(name, _EXCLUSIVE, 0o644, dir_fd=parent)
+            fd = os.open(name, _EXCLUSIVE, 0o666, dir_fd=parent)
             if direct:
                 self._try_direct(fd)
             return self._opened(fd, path)
@@ -317,7 +319,7 @@ class PosixStorage:
 
     def mkdir(self, path: str) -> None:
         with self._entry(path, changes=True) as (parent, name):
-            os.mkdir(name, 0o755, dir_fd=parent)
+            os.mkdir(name, 0o777, dir_fd=parent)
 
     def rmdir(self, path: str) -> None:
         with self._entry(path, changes=True) as (parent, name):
@@ -326,6 +328,10 @@ class PosixStorage:
     def unlink(self, path: str) -> None:
         with self._entry(path, changes=True) as (parent, name):
             os.unlink(name, dir_fd=parent)
+
+    def touch(self, path: str) -> None:
+        with self._entry(path, changes=True) as (parent, name):
+            os.utime(name, dir_fd=parent, follow_symlinks=False)
 
     def fsync_dir(self, path: str) -> None:
         with self._directory(path, split_path(path), changes=False) as fd:
@@ -372,7 +378,7 @@ class PosixStorage:
         with self._entry(path, changes=True) as (parent, name), _locks.mutex:
             if _regular_inode(parent, name) in _locks.held:
                 return None  # opening the file and closing it again would drop the lock we have
-            fd = os.open(name, _LOCK, 0o644, dir_fd=parent)
+            fd = os.open(name, _LOCK, 0o666, dir_fd=parent)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 inode = _inode(os.fstat(fd))
@@ -667,7 +673,7 @@ def _make_durable_dirs(root: str) -> None:
         path = os.path.dirname(path)
     for made in reversed(missing):
         try:
-            os.mkdir(made, 0o755)
+            os.mkdir(made, 0o777)
         except FileExistsError:
             pass  # another process was first; the directory may not be durable yet
         except NotADirectoryError:

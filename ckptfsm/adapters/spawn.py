@@ -138,6 +138,10 @@ def _await_input(fd: int, timeout_s: float | None) -> None:
     waiting.poll(None if timeout_s is None else timeout_s * 1000)
 
 
+def _user() -> tuple[int, int]:
+    return os.geteuid(), os.getegid()
+
+
 class Spawned:
     """A process that runs ``module.function``, seen from its trainer.
 
@@ -149,6 +153,7 @@ class Spawned:
         limit = struct.pack("ll", _SEND_S, 0)  # a process that is stopped must not stop its trainer
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._owner = os.getpid()
+        self._user = _user()
         self._open = True
         self._exitcode: int | None = None
         command = [
@@ -193,6 +198,11 @@ class Spawned:
         """False once the process let go of the socket, and all its messages were read."""
         return self._open
 
+    @property
+    def is_of_this_user(self) -> bool:
+        """False once the trainer has changed its user: files of the process are another's."""
+        return self._user == _user()
+
     def exitcode(self) -> int | None:
         """Its exit code once it has ended, negative for a signal; None while it runs."""
         if self._exitcode is None and os.getpid() == self._owner:
@@ -204,8 +214,12 @@ class Spawned:
         if os.getpid() != self._owner:
             return False
         if self.exitcode() is None:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has ended by now
+            except PermissionError:  # the trainer has changed its user: it ends with the socket
+                self.close()
         deadline = time.monotonic() + timeout_s
         while self.exitcode() is None and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -108,7 +108,10 @@ def run(arguments: Sequence[str]) -> int:
         status = error.code
     except (CkptFsmError, OSError) as error:
         from ckptfsm.cli.terminal import say_error
+        from ckptfsm.disk.durable import storage_error
 
+        if isinstance(error, PermissionError) and not isinstance(error, CkptFsmError):
+            error = storage_error(error, "open")
         say_error(error)
         return _status_of(error)
     return status if isinstance(status, int) else DONE

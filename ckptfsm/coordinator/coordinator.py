@@ -35,7 +35,6 @@ from ckptfsm.core.errors import (
     DamagedRoot,
     Fenced,
     IllegalTransition,
-    JournalCorrupt,
     NewerSchema,
     NoRoom,
     OutcomeUnknown,
@@ -98,7 +97,7 @@ from ckptfsm.disk.inspection import (
     read_tracker,
 )
 from ckptfsm.disk.journal import History, newest_segment, read_again, read_history
-from ckptfsm.disk.ownership import RootOwnership, open_root
+from ckptfsm.disk.ownership import RootOwnership, is_owned_here, open_root
 from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
@@ -108,6 +107,8 @@ from ckptfsm.disk.visibility import Visibility
 log = logging.getLogger("ckptfsm")
 _TRASH_SLICE = 256
 _LOOK_S = 0.5
+_YOUNG_S = 24 * 3600.0  # sites purge what was not changed for weeks
+_LOST = "the history before it is shorter, and no checkpoint depends on it"
 ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the root back
 
 
@@ -157,7 +158,7 @@ class Coordinator:
         self._verified: AttemptId | None = None
         self._inbox: Inbox | None = None
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
-        self._tick_at = self._inbox_at = 0.0
+        self._tick_at = self._inbox_at = self._old_at = 0.0
         self._idle_at_last_tick = True
 
     @property
@@ -209,7 +210,7 @@ class Coordinator:
                 return self._take_root_now()
             except RootBusy as busy:
                 host, pid = busy.facts.get("host"), busy.facts.get("pid")
-                by_this_process = (host, pid) == (self._identity.host, self._identity.pid)
+                by_this_process = is_owned_here(self._storage, self._identity)
                 if by_this_process or self._clock.monotonic() >= deadline:
                     raise
                 if not waits:
@@ -219,7 +220,7 @@ class Coordinator:
             self._clock.sleep(_LOOK_S)
 
     def _take_root_now(self) -> tuple[RootOwnership, History]:
-        before = self._history_before_the_lock()
+        before = read_history(self._storage)
         self._refuse_other_layout(before)
         newest = newest_segment(self._storage)
         ownership = open_root(
@@ -229,13 +230,6 @@ class Coordinator:
             takeover=self._options.takeover,
         )
         return ownership, before
-
-    def _history_before_the_lock(self) -> History:
-        """The journal's content. Reads again if two other openings folded old segments meanwhile."""
-        try:
-            return read_history(self._storage)
-        except JournalCorrupt:
-            return read_history(self._storage)
 
     def _refuse_other_layout(self, history: History) -> None:
         """Refuse another layout: under its names, every checkpoint of the journal would seem
@@ -291,7 +285,8 @@ class Coordinator:
         PlanRun(self._storage, self._clock, self._engine, self._options.resume).run(
             history, decided
         )
-        for warning in decided.warnings:
+        warnings = (*decided.warnings, *(f"{file} is lost: {_LOST}" for file in history.missing))
+        for warning in warnings:
             said, root = f"recovery: {warning}", self._storage.root
             say(log.warning, "recovery_warning", said, root=root, what=warning)
         latest = self._engine.ledger.latest()
@@ -299,7 +294,7 @@ class Coordinator:
             ownership.epoch,
             latest.step if latest else None,
             decided.decisions,
-            decided.warnings,
+            warnings,
             self._clock.monotonic() - began,
         )
 
@@ -626,6 +621,7 @@ class Coordinator:
                 try:
                     if self._ownership is not None:
                         self._ownership.claim_lock()
+                        self._keep_young(self._ownership)
                     self._readers.expire()
                     removed = self._engine.give_space_back(_TRASH_SLICE)
                 except OSError as error:
@@ -633,6 +629,13 @@ class Coordinator:
             self._idle_at_last_tick = idle
             self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
         self._serve_inbox()
+
+    def _keep_young(self, ownership: RootOwnership) -> None:
+        """Once a day, and after the opening: a chain of short jobs has old files too."""
+        now = self._clock.monotonic()
+        if now >= self._old_at:
+            self._old_at = now + _YOUNG_S
+            ownership.keep_young()
 
     def retry(self) -> None:
         """Retry pending commands now, and again if the trash freed space. Raises fatal errors only."""

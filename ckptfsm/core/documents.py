@@ -140,7 +140,10 @@ class Manifest(Document):
 
 
 class Holder(Document):
-    """The process that took an epoch. ``released`` once its manager let go of the root in any way."""
+    """The process that took an epoch. ``released`` once its manager let go of the root in any way.
+
+    ``namespace``: see ``ports.Identity``. Earlier versions have no such field.
+    """
 
     schema_version: Literal[1] = 1
     epoch: Number
@@ -149,6 +152,7 @@ class Holder(Document):
     started: str
     nonce: str
     released: bool = False
+    namespace: str = ""
 
 
 class Pin(Document):

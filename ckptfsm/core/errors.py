@@ -75,10 +75,23 @@ class RootBusy(CkptFsmError):
 
 
 class Fenced(CkptFsmError):
-    """A newer manager took the root over; this one must stop (``epoch``, ``newer_epoch``)."""
+    """A newer manager took the root over; this one must stop (``epoch``, ``newer_epoch``).
+
+    Or the files are gone that would tell: see ``RootLost``.
+    """
 
     kind = "fenced"
     advice = "stop this job; the newer one owns the root"
+
+
+class RootLost(Fenced):
+    """The private files of the root were deleted under its manager, which must stop (``file``).
+
+    No newer manager was seen.
+    """
+
+    kind = "root_lost"
+    advice = "stop this job; see what deleted the files, and whether the checkpoints are there"
 
 
 class SaveRefused(CkptFsmError):
@@ -209,6 +222,13 @@ class StorageError(CkptFsmError, OSError):
 
     kind = "storage"
     advice = "look at the disk; retry once it is mended"
+
+
+class NotPermitted(StorageError, PermissionError):
+    """This user may not do that in the root (``file``, ``call``, ``user``)."""
+
+    kind = "not_permitted"
+    advice = "ask the owner of the files for access of the group: docs/permissions.md"
 
 
 class OutcomeUnknown(StorageError):

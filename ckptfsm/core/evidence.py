@@ -75,12 +75,16 @@ class Ownership(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that took the root last, as far as the root and this host tell."""
+    """The process that took the root last, as far as the root and this host tell.
+
+    ``in_container``: it is elsewhere, but on a host of the same name, as another container of a pod.
+    """
 
     ownership: Ownership
     epoch: int
     host: str = ""
     pid: int = 0
+    in_container: bool = False
 
     @property
     def may_live(self) -> bool:
@@ -89,7 +93,8 @@ class Owner:
 
     def __str__(self) -> str:
         named = f" (pid {self.pid} on {self.host}, epoch {self.epoch})" if self.host else ""
-        return self.ownership.value + named
+        where = "its owner is in another container" if self.in_container else self.ownership.value
+        return where + named
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Situation:
     - ``quarantined``, ``trashed``: names of directories there.
     - ``processes``: processes of this host that have files of the root open, beside its owner.
     - ``free_bytes``: free on the disk.
+    - ``lost_segments``: files of the journal that are sealed, and gone.
     """
 
     ledger: Ledger
@@ -59,6 +60,7 @@ class Situation:
     trashed: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     free_bytes: int | None = None
+    lost_segments: tuple[str, ...] = ()
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -207,6 +209,9 @@ def _of_names(facts: Situation) -> Iterator[Finding]:
     if facts.trashed and facts.owner.ownership is not Ownership.LIVES:
         words = f"{_names(facts.trashed)} in the trash; a start deletes those given up"
         yield Finding("trash-in-use", _NOTE, words, "")
+    if facts.lost_segments:
+        words = f"old files of the journal are gone: {', '.join(facts.lost_segments)}"
+        yield Finding("journal-shortened", _REPAIRED, words, _START)
 
 
 def _names(of: tuple[str, ...]) -> str:
@@ -219,7 +224,8 @@ def _of_the_host(facts: Situation) -> Iterator[Finding]:
         words = f"{owner}: it crashed or was killed"
         yield Finding("owner-ended", _NOTE, words, "start the job")
     if owner.ownership is Ownership.ELSEWHERE:
-        words = f"{owner}: this host cannot see whether it lives"
+        here = "container" if owner.in_container else "host"
+        words = f"{owner}: this {here} cannot see whether it lives"
         yield Finding("owner-elsewhere", _NOTE, words, f"look for pid {owner.pid} on {owner.host}")
     if facts.processes and owner.ownership is not Ownership.LIVES:
         yield _of_processes(facts)

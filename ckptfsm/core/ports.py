@@ -110,6 +110,10 @@ class Storage(Protocol):
 
     def unlink(self, path: str) -> None: ...
 
+    def touch(self, path: str) -> None:
+        """Set the times of an existing file to now; the content stays."""
+        ...
+
     def fsync_dir(self, path: str) -> None: ...
 
     def listdir(self, path: str) -> list[str]:
@@ -202,12 +206,16 @@ class Clock(Protocol):
 class Identity(NamedTuple):
     """The process that holds a root: distinguishes a living process from a later one with the same
     pid.
+
+    ``namespace`` is the number of its pid namespace, "" if the kernel does not tell: containers of one
+    pod have the same host name, and each has a process 1.
     """
 
     host: str
     pid: int
     started: str
     nonce: str
+    namespace: str = ""
 
 
 T = TypeVar("T")

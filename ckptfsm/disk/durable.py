@@ -15,10 +15,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from ckptfsm.core.errors import DamagedRoot, StorageError
+from ckptfsm.core.errors import DamagedRoot, NotPermitted, StorageError
+from ckptfsm.core.layout import DIRECTORIES
 from ckptfsm.core.ports import FileKind, FileStat, Storage
 
 T = TypeVar("T")
@@ -82,11 +84,32 @@ def put(
 def _write_temporary(storage: Storage, base: str, data: bytes) -> str:
     for number in range(_TEMPORARIES):
         try:
-            write_new(storage, f"{base}.{number}", data)
+            write = partial(write_new, storage, f"{base}.{number}", data)
+            in_directory(storage, parent_of(base), write)
         except FileExistsError:
             continue
         return f"{base}.{number}"
     raise StorageError(f"{_TEMPORARIES} temporary files are left at {base}", file=base)
+
+
+def in_directory(storage: Storage, directory: str, call: Callable[[], None]) -> None:
+    """Make a call that needs ``directory``, maybe a private one.
+
+    An empty private directory may have been purged. Then it is made anew, and the call made again.
+    """
+    try:
+        call()
+    except FileNotFoundError:
+        if directory not in DIRECTORIES or lookup(storage, directory) is not None:
+            raise
+        make_dir(storage, directory)  # never its parent: that is not empty, so the root is gone
+        storage.fsync_dir(parent_of(directory))
+        call()
+
+
+def fsync_private(storage: Storage, directory: str) -> None:
+    """fsync a directory that may have been purged, because it was empty."""
+    in_directory(storage, directory, partial(storage.fsync_dir, directory))
 
 
 def fsync_existing(storage: Storage, path: str) -> None:
@@ -101,7 +124,7 @@ def fsync_existing(storage: Storage, path: str) -> None:
 def move(storage: Storage, src: str, dst: str) -> None:
     """Rename a directory (or file) durably. If it was renamed already, only make that durable."""
     try:
-        storage.rename(src, dst)
+        in_directory(storage, parent_of(dst), partial(storage.rename, src, dst))
     except OSError:
         if lookup(storage, src) is not None or lookup(storage, dst) is None:
             raise
@@ -238,9 +261,17 @@ def storage_error(error: OSError, what: str, path: str | None = None) -> Storage
     """``error`` as a ``StorageError`` that names the file, the call and the errno."""
     name = errno.errorcode.get(error.errno or 0)
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return StorageError(
-        f"{what}: {reason}", file=path or error.filename, errno_name=name, call=what
-    )
+    file = path or error.filename
+    if isinstance(error, PermissionError):
+        user = os.geteuid()
+        return NotPermitted(
+            f"{what}: user {user} may not: {reason}",
+            file=file,
+            errno_name=name,
+            call=what,
+            user=user,
+        )
+    return StorageError(f"{what}: {reason}", file=file, errno_name=name, call=what)
 
 
 def content_is(storage: Storage, path: str, data: bytes) -> bool:

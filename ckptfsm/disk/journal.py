@@ -25,7 +25,7 @@ import contextlib
 import errno
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from pydantic import ValidationError
@@ -135,6 +135,7 @@ class History:
     - ``since``: the time when an attempt entered its state, as journaled. For people. Empty for an
       attempt that has not moved since the snapshot of the newest segment.
     - ``retention``: the record of the newest owner's policy; empty if there is none.
+    - ``missing``: the files of sealed segments that are gone. Nothing that decides is in them.
     """
 
     ledger: Ledger
@@ -147,6 +148,7 @@ class History:
     lost: frozenset[AttemptId] = frozenset()
     since: Mapping[AttemptId, str] = field(default_factory=dict)
     retention: PolicyRecord = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
 
     @property
     def given_up(self) -> frozenset[AttemptId]:
@@ -190,10 +192,11 @@ def read_history(storage: Storage) -> History:
     """Rebuild the ledger: the newest segment that began, its snapshot, then its transitions.
 
     Raises ``JournalCorrupt`` if a record is damaged before the end, a seal does not match, or a
-    transition is not a row of the table. Only a tracked checkpoint may have got metrics.
+    transition is not a row of the table. Only a tracked checkpoint may have got metrics. A sealed
+    segment may be gone: a purge by age takes the oldest first, and the snapshot has all it told. An
+    owner may also have folded it just now.
     """
     epochs = _segment_epochs(storage)
-    seals: list[Seal] = []
     newest: Segment | None = None
     for epoch in reversed(epochs):
         segment = read_segment(storage, epoch)
@@ -206,9 +209,10 @@ def read_history(storage: Storage) -> History:
     file = f"{JOURNAL}/{segment_name(newest.epoch)}"
     if not isinstance(opened, SegmentOpened) or opened.epoch != newest.epoch:
         raise JournalCorrupt("a segment does not begin with its own opening", file=file, offset=0)
-    _check_seals(storage, opened.seals)
-    seals = [*opened.seals, Seal(epoch=newest.epoch, bytes=newest.end, crc32=newest.crc32)]
-    return _replay(newest, opened, tuple(seals), max(epochs), file)
+    there = _check_seals(storage, opened.seals)
+    missing = tuple(_file_of(seal) for seal in opened.seals if seal not in there)
+    seals = (*there, Seal(epoch=newest.epoch, bytes=newest.end, crc32=newest.crc32))
+    return replace(_replay(newest, opened, seals, max(epochs), file), missing=missing)
 
 
 def read_again(storage: Storage, known: History) -> History:
@@ -221,19 +225,28 @@ def read_again(storage: Storage, known: History) -> History:
     same = zlib.crc32(data[: newest.bytes]) == newest.crc32
     if len(data) < newest.bytes or not same or data[newest.bytes :].strip(b"\n"):
         return read_history(storage)
-    _check_seals(storage, older)
+    if _check_seals(storage, older) != older:
+        return read_history(storage)
     return known
 
 
-def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
+def _check_seals(storage: Storage, seals: Sequence[Seal]) -> list[Seal]:
+    """Compare sealed segments with their seals. Returns the seals of those that are there."""
+    there = []
     for seal in seals:
-        file = f"{JOURNAL}/{segment_name(seal.epoch)}"
+        file = _file_of(seal)
         try:
             data = storage.read(file, seal.bytes)
         except FileNotFoundError:
-            raise JournalCorrupt("a sealed segment is missing", file=file, offset=0) from None
+            continue
         if len(data) < seal.bytes or zlib.crc32(data[: seal.bytes]) != seal.crc32:
             raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
+        there.append(seal)
+    return there
+
+
+def _file_of(seal: Seal) -> str:
+    return f"{JOURNAL}/{segment_name(seal.epoch)}"
 
 
 def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:

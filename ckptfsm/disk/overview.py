@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.core.documents import Holder, Pin, decode
-from ckptfsm.core.errors import ConfigError, DamagedRoot, JournalCorrupt, NewerSchema
+from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
 from ckptfsm.core.layout import (
     LAYOUTS,
@@ -27,13 +27,13 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.ports import Storage
+from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.core.recorded_policy import rules_that_keep
 from ckptfsm.core.retention import describe_tracked
 from ckptfsm.disk.durable import list_names, lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History, read_history
-from ckptfsm.disk.ownership import holder_lives, newest_epoch, read_holder
+from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
 
 _PIN_BYTES = 1 << 16
 
@@ -68,10 +68,7 @@ def look(storage: Storage) -> Overview:
     Raises ``JournalCorrupt``, ``NewerSchema`` or ``OSError``; ``ConfigError`` for a directory that is
     no root.
     """
-    try:
-        history = read_history(storage)
-    except JournalCorrupt:  # an owner may have folded old segments meanwhile
-        history = read_history(storage)
+    history = read_history(storage)
     names = list_names(storage, "")
     layout = _layout_of(history, names)
     published = {n: step for n in names if (step := layout.parse_published(n)) is not None}
@@ -107,14 +104,16 @@ def owner_of(storage: Storage) -> Owner:
         return Owner(Ownership.UNREADABLE, epoch)
     if holder is None:
         return Owner(Ownership.NEVER, epoch)
-    return Owner(_ownership(storage, holder), epoch, holder.host, holder.pid)
+    here = this_process()
+    found = _ownership(storage, holder, here)
+    in_container = found is Ownership.ELSEWHERE and holder.host == here.host
+    return Owner(found, epoch, holder.host, holder.pid, in_container)
 
 
-def _ownership(storage: Storage, holder: Holder) -> Ownership:
+def _ownership(storage: Storage, holder: Holder, here: Identity) -> Ownership:
     if holder.released:
         return Ownership.RELEASED
-    here = this_process()
-    if holder.host != here.host:
+    if is_elsewhere(holder, here):
         return Ownership.ELSEWHERE
     return Ownership.LIVES if holder_lives(storage, holder, here) else Ownership.ENDED
 

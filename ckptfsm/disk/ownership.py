@@ -5,8 +5,10 @@ Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) d
 living owner from a dead one on one host. The epoch is a file created by ``link``. An epoch
 distinguishes new from old even where the lock cannot: without locks in the file system, after a
 takeover, or for a paused process. ``check`` comes before every effect that another owner could
-notice (I9). The process also remembers the roots that it owns. Where a dead disk does not take the
-release, the root is forgotten here, so that the same process can open it again.
+notice (I9). A purge of old files may take the file of an epoch. Its owner makes it anew where it has
+the lock, and where the journal tells that nobody came later. The process also remembers the roots
+that it owns. Where a dead disk does not take the release, the root is forgotten here, so that the
+same process can open it again.
 """
 
 from __future__ import annotations
@@ -19,18 +21,33 @@ from ckptfsm.adapters.abilities import required
 from ckptfsm.adapters.identity import _started
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
-from ckptfsm.core.errors import ConfigError, DamagedRoot, Fenced, NewerSchema, RootBusy, describe
+from ckptfsm.core.errors import (
+    ConfigError,
+    DamagedRoot,
+    Fenced,
+    NewerSchema,
+    RootBusy,
+    RootLost,
+    StorageError,
+    describe,
+)
 from ckptfsm.core.layout import (
     DIRECTORIES,
     EPOCHS,
+    JOBS,
+    JOURNAL,
     LOCK,
     OLD_EPOCHS,
+    PINS,
+    PRIVATE,
     TAKING,
     epoch_name,
     parse_epoch,
+    segment_name,
 )
 from ckptfsm.core.ports import Identity, Storage
-from ckptfsm.disk.durable import list_names, make_dir, put, write_new
+from ckptfsm.disk.durable import list_names, lookup, make_dir, put, write_new
+from ckptfsm.disk.journal import newest_segment
 from ckptfsm.disk.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
@@ -64,12 +81,81 @@ class RootOwnership:
         return f"{self.epoch}-{self._identity.pid}-{self._identity.nonce[:12]}"
 
     def check(self) -> None:
-        """Raise ``Fenced`` if a newer epoch exists."""
+        """Raise ``Fenced`` if a newer epoch exists, ``RootLost`` if the files are gone that tell."""
         newest = newest_epoch(self._storage)
-        if newest != self.epoch:
-            raise Fenced(
-                "a newer manager took this root over", epoch=self.epoch, newer_epoch=newest
+        if newest == 0:
+            self._renew_epoch()
+        elif newest != self.epoch:
+            raise self._fenced(newest)
+
+    def _fenced(self, newer: int) -> Fenced:
+        said = "a newer manager took this root over"
+        if newer < self.epoch:  # all epochs were forgotten, and given out anew
+            said = "another manager took this root over, after its files were deleted"
+        return Fenced(said, epoch=self.epoch, newer_epoch=newer)
+
+    def _renew_epoch(self) -> None:
+        """Make this epoch's file anew after a purge, if nothing tells of another owner.
+
+        A successor's epoch is above our segment, as long as that is there. So whenever the successor
+        comes, between any two lines here too, one of our looks sees its epoch or its segment.
+        """
+        storage = self._storage
+        segment = newest_segment(storage)
+        if segment > self.epoch:
+            raise self._fenced(segment)
+        if segment < self.epoch:
+            raise self.lost()
+        self._lock_again()
+        make_dir(storage, EPOCHS)
+        storage.fsync_dir(PRIVATE)
+        temporary = _link_this_epoch(storage, self._identity, self.epoch)
+        if temporary is not None:
+            remove_marker(storage, temporary)
+        storage.fsync_dir(EPOCHS)
+        newest = max(newest_epoch(storage), newest_segment(storage))
+        if temporary is None or newest != self.epoch:
+            raise self._fenced(newest)
+        file = _epoch_path(self.epoch)
+        said = f"{file} was deleted, and is made anew: does something purge old files here?"
+        say(log.warning, "epoch_renewed", said, file=file)
+
+    def _lock_again(self) -> None:
+        """Raise ``RootLost`` unless nobody else has the lock: ours may be lost without a word."""
+        self._let_lock_go()
+        self.claim_lock()
+        if self._lock is None:
+            raise RootLost(
+                f"{_epoch_path(self.epoch)} was deleted, and another process has the lock",
+                file=_epoch_path(self.epoch),
+                epoch=self.epoch,
             )
+
+    def lost(self) -> RootLost:
+        """The error for files without which this owner cannot go on."""
+        storage = self._storage
+        if lookup(storage, PRIVATE) is not None:
+            what = f"{storage.root}/{JOURNAL}/{segment_name(self.epoch)}"
+        elif _is_at_its_path(storage):
+            what = f"{storage.root}/{PRIVATE}"
+        else:
+            what = storage.root
+        return RootLost(f"{what} was deleted under its job", file=what, epoch=self.epoch)
+
+    def keep_young(self) -> None:
+        """Give the files that are written once a new time: a purge by age takes what is old.
+
+        Raises ``RootLost`` if the journal of this run is gone.
+        """
+        if lookup(self._storage, LOCK) is None:
+            self._let_lock_go()
+            self.claim_lock()
+        if newest_segment(self._storage) < self.epoch:
+            raise self.lost()
+        for directory in (EPOCHS, JOURNAL, PINS, JOBS):
+            for name in list_names(self._storage, directory):
+                _touch(self._storage, f"{directory}/{name}")
+        _touch(self._storage, LOCK)
 
     def claim_lock(self) -> None:
         """After a takeover: take the lock as soon as the previous owner has died (F32)."""
@@ -89,15 +175,38 @@ class RootOwnership:
         path = _epoch_path(self.epoch)
         try:
             put(self._storage, path, encode_sealed(holder), tag=self.tag)
-        except OSError:  # even a full disk lets a file be removed
-            remove_marker(self._storage, path)
+        except OSError:
+            if self._lock is None:  # the previous owner may live: this epoch must go on fencing it
+                raise
+            remove_marker(self._storage, path)  # even a full disk lets a file be removed
 
     def drop(self) -> None:
         """Give up the lock only, as the death of the process would."""
         _living.nonces.discard(self._identity.nonce)
+        self._let_lock_go()
+
+    def _let_lock_go(self) -> None:
         if self._lock is not None:
             lock, self._lock = self._lock, None
             self._storage.unlock(lock)
+
+
+def _is_at_its_path(storage: Storage) -> bool:
+    try:
+        storage.absolute("")
+    except StorageError:
+        return False
+    return True
+
+
+def _touch(storage: Storage, path: str) -> None:
+    try:
+        storage.touch(path)
+    except FileNotFoundError:  # removed meanwhile, as a pin by a person
+        return
+    except OSError as error:
+        said = f"{path} gets older, and a purge may take it: {describe(error)}"
+        say(log.warning, "not_renewed", said, file=path, error=describe(error))
 
 
 def newest_epoch(storage: Storage) -> int:
@@ -178,7 +287,7 @@ def holder_lives(storage: Storage, holder: Holder | None, identity: Identity) ->
         return False
     if _is_here(holder, identity):
         return holder.nonce in _living.nonces
-    started = _started(holder.pid) if holder.host == identity.host else ""
+    started = "" if is_elsewhere(holder, identity) else _started(holder.pid)
     if not started or holder.started != started:
         return False
     return _has_open(holder.pid, storage.absolute(LOCK))
@@ -202,8 +311,21 @@ def _leads_to(descriptor: Path, path: str) -> bool:
         return False
 
 
+def is_elsewhere(holder: Holder, identity: Identity) -> bool:
+    """True if the holder's pid means nothing here: on another host, or in another container."""
+    namespaces = {holder.namespace, identity.namespace} - {""}
+    return holder.host != identity.host or len(namespaces) > 1
+
+
+def is_owned_here(storage: Storage, identity: Identity) -> bool:
+    """True if this process took the newest epoch."""
+    holder = _known_holder(storage, newest_epoch(storage))
+    return holder is not None and _is_here(holder, identity)
+
+
 def _is_here(holder: Holder, identity: Identity) -> bool:
-    return (holder.host, holder.pid, holder.started) == identity[:3]
+    same = (holder.host, holder.pid, holder.started) == identity[:3]
+    return same and not is_elsewhere(holder, identity)
 
 
 def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
@@ -222,25 +344,31 @@ def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
 def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int, str]:
     """Create the next epoch's file, complete at once. Returns the epoch and the temporary name."""
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
-        temporary = f"{EPOCHS}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
-        _write_taking(storage, temporary, _holder(identity, epoch))
-        try:
-            with required("hard links", storage.root):
-                storage.link(temporary, _epoch_path(epoch))
-        except ConfigError:
-            remove_marker(storage, temporary)
-            raise
-        except OSError as error:
-            # The link may exist all the same (F8): NFS even reports EEXIST when it repeats our
-            # request.
-            holder = _known_holder(storage, epoch)
-            if holder is None or holder.nonce != identity.nonce:
-                if not isinstance(error, FileExistsError):
-                    raise
-                remove_marker(storage, temporary)
-                continue
-        return epoch, temporary
+        temporary = _link_this_epoch(storage, identity, epoch)
+        if temporary is not None:
+            return epoch, temporary
     raise RootBusy("others take this root again and again", root=storage.root)
+
+
+def _link_this_epoch(storage: Storage, identity: Identity, epoch: int) -> str | None:
+    """Create the file of ``epoch``; returns the temporary name, or None if another has the epoch."""
+    temporary = f"{EPOCHS}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
+    _write_taking(storage, temporary, _holder(identity, epoch))
+    try:
+        with required("hard links", storage.root):
+            storage.link(temporary, _epoch_path(epoch))
+    except ConfigError:
+        remove_marker(storage, temporary)
+        raise
+    except OSError as error:
+        # The link may exist all the same (F8): NFS even reports EEXIST when it repeats our request.
+        holder = _known_holder(storage, epoch)
+        if holder is None or holder.nonce != identity.nonce:
+            if not isinstance(error, FileExistsError):
+                raise
+            remove_marker(storage, temporary)
+            return None
+    return temporary
 
 
 def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
@@ -277,6 +405,7 @@ def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder
         started=identity.started,
         nonce=identity.nonce,
         released=released,
+        namespace=identity.namespace,
     )
 
 

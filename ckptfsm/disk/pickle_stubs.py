@@ -4,7 +4,8 @@ A standard unpickler is not safe on a hostile file even with an allow-list. Hash
 tuple overflows the C stack and kills the process, and one memo opcode can ask for gigabytes. So
 this module interprets the few opcodes that real files use, and imports or calls nothing. Refused
 are a global outside ``ALLOWED_GLOBALS``, an opcode outside the table, and a dict key that is not a
-string or a stub.
+string or a stub. ``getattr`` may only name a member of one of ``ENUMS``: early releases of Python
+3.11 pickle an enumeration so.
 
 The globals and opcodes come from files of megatron-core 0.13.1, 0.14.0, 0.15.0 and 0.16.1 with
 torch 2.13, ``all_local_plans`` included. Files of 0.17.1, 0.18.2 and 0.19.2 with torch 2.14 were
@@ -13,6 +14,7 @@ added.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -60,6 +62,10 @@ ALLOWED_GLOBALS: frozenset[tuple[str, str]] = frozenset(
     ]
 )
 
+ENUMS: frozenset[str] = frozenset(["_MEM_FORMAT_ENCODING", "WriteItemType"])
+_GETATTR = frozenset([("builtins", "getattr"), ("__builtin__", "getattr")])  # up to protocol 2
+_MEMBER = re.compile(r"[A-Z][A-Z0-9_]{0,63}\Z")  # never a method, never a dunder
+
 
 @dataclass(eq=False, slots=True)
 class Stub:
@@ -82,6 +88,10 @@ class _Global:
     """An allowed global before it is called; a dtype stays one."""
 
     name: str
+
+
+class _Getattr:
+    """The global ``getattr``: of no use but to name a member of an enumeration."""
 
 
 def load_metadata_stub(data: bytes) -> Stub:
@@ -147,10 +157,12 @@ class _Machine:
         return items
 
 
-def _resolve(module: Any, name: Any) -> _Global:
+def _resolve(module: Any, name: Any) -> _Global | _Getattr:
     """The counterpart of ``find_class``: a name, never an object of that name."""
     if type(module) is not str or type(name) is not str:
         raise TypeError("global without a name")
+    if (module, name) in _GETATTR:
+        return _Getattr()
     if (module, name) not in ALLOWED_GLOBALS:
         raise damaged_file(METADATA, f"global {module[:100]}.{name[:100]} does not belong there")
     return _Global(name)
@@ -209,12 +221,17 @@ def _op_long(m: _Machine) -> None:
 def _op_text1(m: _Machine) -> None:
     begin = m.at + 1
     end = m.at = begin + m.data[m.at]
-    m.stack.append(str(m.data[begin:end], "utf-8"))
+    m.stack.append(_text(m.data[begin:end]))
 
 
 def _op_text4(m: _Machine) -> None:
     count = int.from_bytes(m.take(4), "little")
-    m.stack.append(str(m.take(count), "utf-8"))
+    m.stack.append(_text(m.take(count)))
+
+
+def _text(data: bytes) -> str:
+    """As pickle reads text: a path that is not UTF-8 has lone surrogates."""
+    return str(data, "utf-8", "surrogatepass")
 
 
 def _op_empty_tuple(m: _Machine) -> None:
@@ -316,12 +333,30 @@ def _op_stack_global(m: _Machine) -> None:
 
 
 def _op_make(m: _Machine) -> None:
-    """REDUCE and NEWOBJ: a stub that remembers its arguments; nothing is called."""
+    """NEWOBJ, and most of REDUCE: a stub that remembers its arguments; nothing is called."""
     args = m.stack.pop()
     target = m.stack[-1]
     if type(target) is not _Global or type(args) is not tuple:
         raise TypeError("call of something that is no class")
     m.stack[-1] = Stub(target.name, args)
+
+
+def _op_reduce(m: _Machine) -> None:
+    """REDUCE: as above, or a member of an enumeration by its name."""
+    if type(m.stack[-2]) is not _Getattr:
+        _op_make(m)
+        return
+    args = m.stack.pop()
+    if not _names_a_member(args):
+        raise damaged_file(METADATA, "a call of the global builtins.getattr does not belong there")
+    m.stack[-1] = Stub(args[0].name, args[1:])
+
+
+def _names_a_member(args: Any) -> bool:
+    if type(args) is not tuple or len(args) != 2 or type(args[0]) is not _Global:
+        return False
+    name = args[1]
+    return args[0].name in ENUMS and type(name) is str and _MEMBER.match(name) is not None
 
 
 def _op_build(m: _Machine) -> None:
@@ -365,7 +400,7 @@ _OPCODES: Mapping[int, Callable[[_Machine], None]] = MappingProxyType(
         ord("r"): _op_put4,
         ord("c"): _op_global,
         0x93: _op_stack_global,
-        ord("R"): _op_make,
+        ord("R"): _op_reduce,
         0x81: _op_make,
         ord("b"): _op_build,
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import checksum_of, encode_sealed
@@ -29,7 +30,6 @@ from ckptfsm.core.layout import (
     begun_name,
     join,
     left_out_name,
-    staging_dir,
     tracker_text,
 )
 from ckptfsm.core.lifecycle import Checkpoint
@@ -38,8 +38,10 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import (
     content_is,
+    fsync_private,
     fsync_tree_dirs,
     fsync_tree_files,
+    in_directory,
     list_names,
     lookup,
     make_dirs,
@@ -75,9 +77,10 @@ class Publisher:
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
-            self.storage.mkdir(directory)
+            make = partial(self.storage.mkdir, directory)
+            in_directory(self.storage, parent_of(directory), make)
         # Shards are durable only below a durable name; a stock trainer's mkdir may not be that yet.
-        self.storage.fsync_dir(directory.rpartition("/")[0])
+        self.storage.fsync_dir(parent_of(directory))
         if checkpoint.in_place:
             make_dirs(self.storage, begun_name(checkpoint.id), base=directory)
 
@@ -183,7 +186,7 @@ class Publisher:
         try:
             # Both ends: else a power loss may show the attempt in staging too, or in staging only (I4).
             self.storage.fsync_dir("")
-            self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
+            fsync_private(self.storage, STAGING)
             if manifest is None:
                 ours = self._own_commit(checkpoint, target) is not None
             else:
@@ -202,7 +205,7 @@ class Publisher:
         fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
         # A fenced trainer's rename may have come after the opening made staging durable.
-        self.storage.fsync_dir(STAGING)
+        fsync_private(self.storage, STAGING)
 
     def make_adopted_durable(self, step: int) -> None:
         """Make the files of an adopted checkpoint durable, before older ones may be pruned for it.

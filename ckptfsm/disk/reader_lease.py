@@ -28,7 +28,7 @@ from ckptfsm.core.errors import StepNotFoundError, describe
 from ckptfsm.core.layout import LAYOUTS, OLD_READERS, READERS, parse_reader
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put, storage_error
 from ckptfsm.disk.overview import look
 from ckptfsm.disk.trash import remove_marker
 
@@ -47,7 +47,8 @@ class ReaderLease:
     ``nonce`` names the lease and is used once; by default it is made of the pid and a random
     number.
 
-    Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing.
+    Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing, and
+    ``NotPermitted`` if this user may not write the lease.
     Raises ``OSError`` if the disk fails, or if writing the lease took longer than the timeout: then
     try again.
     """
@@ -62,11 +63,15 @@ class ReaderLease:
         nonce: str | None = None,
     ) -> None:
         self._owned = storage is None
-        self._storage = storage or PosixStorage(root, create=False)
+        try:
+            self._storage = storage or PosixStorage(root, create=False)
+            directory = _directory_of(self._storage)
+        except PermissionError as error:
+            raise storage_error(error, "lease", os.fspath(root)) from error
         self._step = step
         self.attempt = ""
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._file = f"{_directory_of(self._storage)}/{step}.{self._nonce}.json"
+        self._file = f"{directory}/{step}.{self._nonce}.json"
         self._renewals = 0
         self._name = LAYOUTS[layout].published_name(step)
         self.path = f"{self._storage.root}/{self._name}"
@@ -92,7 +97,7 @@ class ReaderLease:
         """
         self._renewals += 1
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
-        put(self._storage, self._file, encode(mark), tag=self._nonce)
+        self._put(mark)
         found = lookup(self._storage, self._name)
         if found is None or found.kind != "dir":
             raise StepNotFoundError(
@@ -109,6 +114,12 @@ class ReaderLease:
         found = look(self._storage).ledger.in_state(*_READ)
         of_step = [c for c in found if c.step == self._step]
         return dict(of_step[-1].metrics) if of_step else {}
+
+    def _put(self, mark: Pin) -> None:
+        try:
+            put(self._storage, self._file, encode(mark), tag=self._nonce)
+        except PermissionError as error:
+            raise storage_error(error, "lease", self._file) from error
 
     def __exit__(
         self,

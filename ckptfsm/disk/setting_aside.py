@@ -58,7 +58,7 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import FileStat, Storage
-from ckptfsm.disk.durable import lookup, move, parent_of
+from ckptfsm.disk.durable import fsync_private, lookup, move, parent_of
 from ckptfsm.disk.inspection import (
     contents_of,
     inspect_published,
@@ -349,12 +349,12 @@ class Mover:
 
     def _is_not_ours(self, found: FileStat) -> bool:
         """True for a link, a file or a mount at a step's name."""
-        return found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device
+        return found.kind != "dir" or found.device != self.storage.stat(PRIVATE).device
 
     def _make_durable(self, *directories: str) -> None:
         """Make moves durable that were found done: first where they lead to, then where they begin."""
         for directory in directories:
-            self.storage.fsync_dir(directory)
+            fsync_private(self.storage, directory)
 
 
 def move_aside(storage: Storage, source: str, target: str) -> str:

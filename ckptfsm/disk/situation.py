@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptfsm.core.errors import DamagedRoot
-from ckptfsm.core.evidence import Evidence
+from ckptfsm.core.evidence import Evidence, Owner, Ownership
 from ckptfsm.core.findings import Situation
 from ckptfsm.core.layout import QUARANTINE, TRASH
 from ckptfsm.core.ports import Storage
@@ -50,9 +50,15 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         decide_start(overview, evidence),
         tuple(list_names(storage, QUARANTINE)),
         tuple(list_names(storage, TRASH)),
-        processes_in(Path(storage.root), besides=(os.getpid(), overview.owner.pid)),
+        processes_in(Path(storage.root), besides=(os.getpid(), *_pid_here(overview.owner))),
         storage.free_bytes(),
+        overview.history.missing,
     )
+
+
+def _pid_here(owner: Owner) -> tuple[int, ...]:
+    """The owner's pid, unless it is a number of another host or container."""
+    return () if owner.ownership is Ownership.ELSEWHERE else (owner.pid,)
 
 
 def processes_in(root: Path, besides: tuple[int, ...]) -> tuple[str, ...]:

@@ -393,6 +393,8 @@ def _numbers(value: Any) -> tuple[int, ...]:
 def _is_plain_name(name: Any) -> bool:
     if type(name) is not str or "\0" in name or len(name) > 4096:
         return False
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        return False  # no file has such a name that a manifest could list
     return all(piece not in ("", ".", "..") for piece in name.split("/"))
 
 

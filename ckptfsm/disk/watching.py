@@ -34,7 +34,6 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import (
     ConfigError,
     DeadlineExceeded,
-    JournalCorrupt,
     StepNotFoundError,
     describe,
 )
@@ -179,7 +178,7 @@ class _Watch:
             named = read_tracker(storage).step
             if named is None or named == self._settled:
                 return None
-            return self._take_next(storage, _history(storage), named)
+            return self._take_next(storage, read_history(storage), named)
         finally:
             storage.close_root()
 
@@ -279,11 +278,3 @@ def _opened(root: str) -> PosixStorage | None:
         if error.reason != "missing":
             raise
         return None
-
-
-def _history(storage: Storage) -> History:
-    """The journal's content. Reads again if an owner folded old segments meanwhile."""
-    try:
-        return read_history(storage)
-    except JournalCorrupt:
-        return read_history(storage)

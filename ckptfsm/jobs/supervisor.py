@@ -30,7 +30,7 @@ from ckptfsm.adapters.job_process import Call, JobProcess, environment_of_job
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import Channel, TrainersEnd, be_considerate
 from ckptfsm.core.documents import JobRecord, JobState
-from ckptfsm.core.errors import CkptFsmError, Fenced, JournalCorrupt, StepNotFoundError, describe
+from ckptfsm.core.errors import CkptFsmError, Fenced, StepNotFoundError, StorageError, describe
 from ckptfsm.core.jobs import (
     Job,
     Key,
@@ -44,7 +44,7 @@ from ckptfsm.core.jobs import (
     settle,
     with_placeholders,
 )
-from ckptfsm.core.layout import READERS, parse_reader
+from ckptfsm.core.layout import EPOCHS, READERS, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
@@ -269,6 +269,8 @@ class Supervisor:
 
     def _check_epoch(self) -> None:
         newest = newest_epoch(self._storage)
+        if newest == 0:  # the owner makes its file anew, or tells why it cannot
+            raise StorageError(f"the file of epoch {self._order.epoch} was deleted", file=EPOCHS)
         if newest != self._order.epoch:
             raise Fenced("another owner has the root", epoch=self._order.epoch, newest=newest)
 
@@ -287,10 +289,7 @@ class Supervisor:
         self._begun = True
 
     def _read_ledger(self, named: int | None, now: float) -> None:
-        try:
-            history = read_history(self._storage)
-        except JournalCorrupt:  # the owner may have folded old segments meanwhile
-            history = read_history(self._storage)
+        history = read_history(self._storage)
         self._saved = saved_since(self._storage, self._last_epoch())
         self._checkpoints, self._changed = history.ledger.checkpoints, True
         tracked = history.ledger.in_state(State.TRACKED)

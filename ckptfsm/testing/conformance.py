@@ -20,7 +20,7 @@ import json
 import os
 import zlib
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -122,13 +122,15 @@ class Conformance:
     ignored: int = 0
 
 
-def assert_journal_conforms(root: str | os.PathLike[str] | Storage) -> Conformance:
+def assert_journal_conforms(
+    root: str | os.PathLike[str] | Storage, *, lost: Collection[int] = ()
+) -> Conformance:
     """Replay the journal of a root: its directory, or any ``Storage``. Returns the counts.
 
-    A root without a journal conforms. Raises ``JournalViolation`` for the first violation found,
-    ``OSError`` if it cannot be read.
+    A root without a journal conforms. ``lost``: the epochs of segments that somebody else has removed.
+    Raises ``JournalViolation`` for the first violation found, ``OSError`` if it cannot be read.
     """
-    return check_segments(read_segments(root))
+    return check_segments(read_segments(root), lost=lost)
 
 
 def read_segments(root: str | os.PathLike[str] | Storage) -> dict[int, bytes]:
@@ -170,22 +172,28 @@ def _refuse_huge(epoch: int, size: int) -> None:
         raise JournalViolation(_file(epoch), 0, "file", f"it has {size} bytes")
 
 
-def check_segments(segments: Mapping[int, bytes]) -> Conformance:
-    """Replay segments in memory: epoch -> content. Raises ``JournalViolation``."""
+def check_segments(segments: Mapping[int, bytes], *, lost: Collection[int] = ()) -> Conformance:
+    """Replay segments in memory: epoch -> content. Raises ``JournalViolation``.
+
+    ``lost``: the epochs of segments that somebody else has removed, if they are not there.
+    """
     begun = ((e, first) for e in sorted(segments, reverse=True) if (first := _first(segments[e])))
     newest, opening = next(begun, (0, b""))
     if not newest:
         return Conformance(ignored=len(segments))
     sealed = _parsed_opening(_file(newest), opening, newest)["seals"]
-    replay = _Replay(folded=len(sealed) >= documents.KEPT_SEGMENTS)
+    gone = frozenset(lost) - segments.keys()
+    replay = _Replay(folded=len(sealed) >= documents.KEPT_SEGMENTS, lost=gone)
     for seal in sealed:
+        if seal["epoch"] in gone:
+            continue
         data = segments.get(seal["epoch"], b"")[: seal["bytes"]]
         if len(data) < seal["bytes"] or zlib.crc32(data) != seal["crc32"]:
             file = _file(seal["epoch"])
             raise JournalViolation(file, 0, "seal", f"not what {_file(newest)} sealed")
         replay.segment(seal["epoch"], data, sealed=True)
     replay.segment(newest, segments[newest], sealed=False)
-    count = len(sealed) + 1
+    count = sum(seal["epoch"] not in gone for seal in sealed) + 1
     return Conformance(count, replay.records, replay.transitions, len(segments) - count)
 
 
@@ -275,11 +283,13 @@ _MOVES: Mapping[tuple[str, str, str], str] = MappingProxyType(
 class _Replay:
     """The ledger according to the journal, over all segments; raises at the first violation.
 
-    ``folded``: the first segment need not be the first of the root. Its snapshot is believed then.
+    ``folded``: the first segment need not be the first of the root. Its snapshot is believed then,
+    as is that of a segment that follows a ``lost`` one.
     """
 
-    def __init__(self, *, folded: bool) -> None:
+    def __init__(self, *, folded: bool, lost: Collection[int]) -> None:
         self._folded = folded
+        self._lost = lost
         self.records = self.transitions = 0
         self.checkpoints: dict[_Id, _Raw] = {}
         self.ended: set[_Id] = set()
@@ -332,9 +342,12 @@ class _Replay:
     # ---------------------------------------------------------------------------- whole segments
 
     def _open(self, opened: _Raw) -> None:
-        if self._folded and not self._seals and opened["seals"]:
+        follows_a_gap = any(seal["epoch"] in self._lost for seal in opened["seals"][-1:])
+        if follows_a_gap or (self._folded and not self._seals and opened["seals"]):
             self._begin_with(opened)
-        if opened["seals"] not in (self._seals, self._seals[-documents.KEPT_SEGMENTS :]):
+        there = [seal for seal in self._seals if seal["epoch"] not in self._lost]
+        newest = [seals[-documents.KEPT_SEGMENTS :] for seals in (self._seals, there)]
+        if opened["seals"] not in (self._seals, there, *newest):
             self.fail("seals-chain", f"it seals {len(opened['seals'])} of {len(self._seals)}")
         self._seals = list(opened["seals"])
         state = tuple(opened[name] for name in _CARRIED)

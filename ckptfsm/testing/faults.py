@@ -113,6 +113,9 @@ class FaultStorage:
     def unlink(self, path: str) -> None:
         self._do("unlink", path, lambda: self.inner.unlink(path))
 
+    def touch(self, path: str) -> None:
+        self._do("touch", path, lambda: self.inner.touch(path))
+
     def fsync_dir(self, path: str) -> None:
         self._do("fsync_dir", path, lambda: self.inner.fsync_dir(path))
 

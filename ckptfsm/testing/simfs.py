@@ -628,6 +628,10 @@ class SimStorage:
             raise _error(errno.EISDIR, path)
         self.disk.assign(directory, name, None)
 
+    def touch(self, path: str) -> None:
+        directory, name = self._entry(path, changes=True)
+        _existing(directory, name, path)  # this disk keeps no times
+
     def fsync_dir(self, path: str) -> None:
         self.disk.sync_dir(self._directory(path, split_path(path)))
 

@@ -130,13 +130,6 @@ def read_lives(storage: Storage) -> tuple[Life, ...]:
 
 def sealed_segments(storage: Storage) -> list[Segment]:
     """The segments that began, oldest first, each of the older ones cut at its seal."""
-    try:
-        return _sealed_segments(storage)
-    except JournalCorrupt:  # an owner may have folded old segments meanwhile
-        return _sealed_segments(storage)
-
-
-def _sealed_segments(storage: Storage) -> list[Segment]:
     names = (parse_segment(name) for name in list_names(storage, JOURNAL))
     for epoch in sorted((n for n in names if n is not None), reverse=True):
         newest = read_segment(storage, epoch)
@@ -150,6 +143,8 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
         sealed = []
         for seal in sorted(opened.seals, key=lambda seal: seal.epoch):
             segment = _read_sealed(storage, seal.epoch, seal.bytes)
+            if segment is None:
+                continue
             if (segment.end, segment.crc32) != (seal.bytes, seal.crc32):
                 raise JournalCorrupt(
                     "a sealed segment has changed", file=_file_of(seal.epoch), offset=0
@@ -195,12 +190,13 @@ def _file_of(epoch: int) -> str:
     return f"{JOURNAL}/{segment_name(epoch)}"
 
 
-def _read_sealed(storage: Storage, epoch: int, limit: int) -> Segment:
+def _read_sealed(storage: Storage, epoch: int, limit: int) -> Segment | None:
+    """A sealed segment; None if it is gone, as an owner has folded it or a purge has taken it."""
     file = _file_of(epoch)
     try:
         data = storage.read(file, limit)
     except FileNotFoundError:
-        raise JournalCorrupt("a sealed segment is missing", file=file, offset=0) from None
+        return None
     return parse_segment_bytes(epoch, data[:limit], file)
 
 

@@ -119,8 +119,10 @@ class WriteEngine:
     def start(self) -> None:
         """Start the process, if none waits for a job; it gets ready in the background."""
         if self._process is not None and self._process.exitcode() is None:
-            return
-        self._greeted = False
+            if self._process.is_of_this_user:
+                return
+            self._process.close()
+        self._process, self._greeted = None, False
         self._process = self._spawned()
 
     def _spawned(self) -> Spawned:
@@ -333,7 +335,12 @@ class WriteEngine:
 
     def _greet(self) -> bool:
         """Learn whether the process can read our memory. False if there is no process."""
-        self.start()
+        try:
+            self.start()
+        except PermissionError as error:  # the trainer has given up the rights that it began with
+            said = f"no writer process can be started, so each save is forked: {describe(error)}"
+            self._say_once("writer_not_started", said, error=describe(error))
+            return False
         process, self._process = self._process, None  # not used again if an error comes now
         assert process is not None
         try:
@@ -408,7 +415,7 @@ class WriteEngine:
         if inconsiderate:
             said = f"writer_nice={self._settings.nice} has no effect: {inconsiderate}"
             self._say_once("nice_refused", said, error=inconsiderate)
-        if self._process is None:
+        if self._process is None and process.is_of_this_user:
             self._process, self._greeted = process, True
         else:
             process.kill(0.0)

@@ -188,7 +188,7 @@ MUTANTS = (
     mutant(
         "what-was-published-late-may-be-back-in-staging",
         "disk.publishing:Publisher.make_published_durable",
-        'self.storage.fsync_dir("")\nself.storage.fsync_dir(STAGING)',
+        'self.storage.fsync_dir("")\nfsync_private(self.storage, STAGING)',
         'self.storage.fsync_dir("")',
         breaks="I4",
         source="fsync",
@@ -264,8 +264,8 @@ MUTANTS = (
     mutant(
         "published-name-without-fsync",
         "disk.publishing:Publisher._fsync_names",
-        'self.storage.fsync_dir("")\nself.storage.fsync_dir(staging_dir',
-        "self.storage.fsync_dir(staging_dir",
+        'self.storage.fsync_dir("")\nfsync_private(',
+        "fsync_private(",
         breaks="I3",
         source="fsync",
         killers=("simulation",),
@@ -273,7 +273,7 @@ MUTANTS = (
     mutant(
         "staging-name-stays-after-publishing",
         "disk.publishing:Publisher._fsync_names",
-        'self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])',
+        "fsync_private(self.storage, STAGING)",
         "",
         breaks="I4",
         source="fsync",
@@ -308,7 +308,7 @@ MUTANTS = (
     mutant(
         "staging-without-fsync",
         "disk.publishing:Publisher.create_staging",
-        'self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it',
+        "self.storage.fsync_dir(parent_of(directory))  # whoever made it",
         "",
         breaks="I3",
         source="fsync",
@@ -317,7 +317,7 @@ MUTANTS = (
     mutant(
         "what-was-moved-is-not-settled",
         "disk.setting_aside:Mover._make_durable",
-        "self.storage.fsync_dir(directory)",
+        "fsync_private(self.storage, directory)",
         "pass",
         breaks="I1",
         source="fsync",
@@ -551,9 +551,9 @@ MUTANTS = (
     mutant(
         "posix-a-direct-file-is-opened-where-one-is",
         "adapters.posix_storage:PosixStorage.open_exclusive",
-        "fd = os.open(name, _EXCLUSIVE, 0o644, dir_fd=parent)",
+        "fd = os.open(name, _EXCLUSIVE, 0o666, dir_fd=parent)",
         "flags = _EXCLUSIVE & ~os.O_EXCL if direct else _EXCLUSIVE\n"
-        "fd = os.open(name, flags, 0o644, dir_fd=parent)",
+        "fd = os.open(name, flags, 0o666, dir_fd=parent)",
         breaks="I5",
         source="EINVAL after O_CREAT",
         killers=("tests:test_posix_storage.py",),

@@ -57,6 +57,7 @@ from ckptfsm.core.layout import (
     STAGING,
     TRACKER,
     TRASH,
+    parse_segment,
     parse_tracker,
 )
 from ckptfsm.core.lifecycle import State
@@ -623,7 +624,9 @@ def _broken_rule(corruption: Corruption) -> str:
     """The verdict of the judge of journals, which shares no code with the reader; "" for a torn
     tail."""
     try:
-        assert_journal_conforms(SimStorage(_disk_of(corruption.tree), "judge"))
+        # a segment that is gone took no decision with it: the newest has the whole ledger
+        epoch = parse_segment(corruption.path.rpartition("/")[2]) or 0
+        assert_journal_conforms(SimStorage(_disk_of(corruption.tree), "judge"), lost=(epoch,))
     except JournalViolation as error:
         return error.rule
     except OSError as error:

@@ -80,6 +80,9 @@ class WorldStorage(SimStorage):
     def unlink(self, path: str) -> None:
         self._call("unlink", super().unlink, path)
 
+    def touch(self, path: str) -> None:
+        self._call("touch", super().touch, path)
+
     def fsync_dir(self, path: str) -> None:
         self._call("fsync_dir", super().fsync_dir, path)
 

@@ -290,6 +290,51 @@ def test_link_is_a_second_name(store: Storage) -> None:
     fails(errno.EPERM, store.link, "d", "e")
 
 
+def test_touching_changes_no_content(store: Storage) -> None:
+    create(store, "a", b"one")
+    store.touch("a")
+    assert store.read("a", 9) == b"one"
+    fails(errno.ENOENT, store.touch, "b")
+
+
+@pytest.mark.parametrize(("umask", "file", "directory"), [(0o022, 0o644, 0o755), (0o002, 0o664, 0o775),
+                                                          (0o077, 0o600, 0o700)])  # fmt: skip
+def test_the_umask_and_the_setgid_bit_decide_about_access(
+    tmp_path: Path, umask: int, file: int, directory: int
+) -> None:
+    """Catches: a colleague of the group who cannot read, lease or adopt, whatever the umask says."""
+    tmp_path.chmod(0o2755)
+    before = os.umask(umask)
+    try:
+        storage = PosixStorage(tmp_path / "above/root")
+        create(storage, "a", b"x")
+        storage.mkdir("d")
+        create(storage, "d/b", b"x")
+        assert storage.try_lock("lock") is not None
+    finally:
+        os.umask(before)
+    found = {path.relative_to(tmp_path): path.stat() for path in (tmp_path / "above").rglob("*")}
+    found[Path("above")] = (tmp_path / "above").stat()
+    modes = {s.st_mode & 0o7777 for s in found.values()}
+    assert modes == {file, directory | 0o2000}
+    assert {s.st_gid for s in found.values()} == {tmp_path.stat().st_gid}
+
+
+def test_touching_sets_the_time(tmp_path: Path) -> None:
+    """Catches: old files that a purge takes although they were touched; a link that is followed."""
+    (tmp_path / "beside").write_text("x")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "a").write_text("x")
+    (root / "link").symlink_to("../beside")
+    os.utime(root / "a", (1, 1))
+    os.utime(tmp_path / "beside", (1, 1))
+    storage = PosixStorage(root)
+    for name in ("a", "link"):
+        storage.touch(name)
+    assert (root / "a").stat().st_mtime > 1e9 and (tmp_path / "beside").stat().st_mtime == 1
+
+
 def test_removing(store: Storage) -> None:
     store.mkdir("d")
     create(store, "d/f")

@@ -17,6 +17,7 @@ import pytest
 
 import ckptfsm
 from ckptfsm.adapters import spawn
+from ckptfsm.adapters.fork import fork_child
 from ckptfsm.adapters.memory import MemoryOf, OwnMemory
 from ckptfsm.adapters.spawn import Spawned
 
@@ -280,3 +281,18 @@ def test_memory_of_this_process_is_read():
     found = bytearray(6)
     OwnMemory().read(ctypes.addressof(source) + 1, memoryview(found)[1:4])
     assert found == b"\0bcd\0\0"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_the_user_that_the_trainer_was_ends_with_its_socket(echo):
+    """Catches: a trainer that gave up root, and ends with a bare PermissionError at its last call."""
+
+    def trainer() -> tuple[bool, bool, bool]:
+        process = echo()
+        before = process.is_of_this_user
+        os.setresgid(54321, 54321, 54321)
+        os.setresuid(54321, 54321, 54321)
+        return before, process.is_of_this_user, process.kill(WAIT_S)
+
+    child = fork_child(trainer, keep=(), group=True)
+    assert child.wait(WAIT_S).payload == (True, False, True)

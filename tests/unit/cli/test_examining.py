@@ -22,7 +22,7 @@ from real_roots import crashed, real_job, real_root
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.cli import examining
+from ckptfsm.cli import changing, examining
 from ckptfsm.core import findings
 from ckptfsm.core.findings import BY_RULE, Severity
 from ckptfsm.core.layout import LAYOUTS, TRACKER
@@ -96,6 +96,12 @@ def _journal(root: Path) -> None:
     segment.write_bytes(data)
 
 
+def _shortened(root: Path) -> None:
+    for step in (10, 20):
+        real_root(root, step)
+    (root / ".ckptfsm/journal/000001.ndjson").unlink()
+
+
 def _newer(root: Path) -> None:
     real_root(root, 10, 20)
     manifest = root / "iter_0000020/.ckptfsm/manifest.json"
@@ -152,6 +158,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F19 named": ("tracker-names-no-checkpoint", _tracker("17")),
     "F19 all": ("nothing-to-resume-from", _nothing_left),
     "F20": ("journal-damaged", _journal),
+    "F20 purged": ("journal-shortened", _shortened),
     "F34": ("written-by-newer-version", _newer),
     "F2": ("save-interrupted", _save_interrupted),
     "F2 owner": ("owner-ended", _save_interrupted),
@@ -262,6 +269,23 @@ def _owned_elsewhere(root: Path) -> FakeJob:
     job = FakeJob(PosixStorage(root), identity=elsewhere, clock=SystemClock())
     job.open()
     return job
+
+
+def test_an_owner_in_another_container_of_the_pod_may_live(tmp_path, capsys, monkeypatch):
+    """Catches: a doctor in a sidecar that calls the living trainer crashed, and a pin that is refused
+    there, as both containers have the same host name."""
+    there = this_process()._replace(namespace="1", pid=1)
+    job = FakeJob(PosixStorage(tmp_path), identity=there, clock=SystemClock())
+    job.open()
+    job.save(10)
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert status == 0 and "its owner is in another container (pid 1 on " in out
+    assert "owner-elsewhere" in codes(capsys, tmp_path)
+    serve = job.coordinator.look_into_inbox
+    monkeypatch.setattr(changing.time, "sleep", lambda seconds: serve())
+    assert said(capsys, "pin", "10", "-r", tmp_path)
+    assert job.coordinator.ledger.pins == {10}
+    job.close()
 
 
 def test_a_prune_of_an_owner_on_another_host_is_no_damage(tmp_path, capsys, monkeypatch):

@@ -11,12 +11,15 @@ import errno
 import gc
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from real_roots import real_job
 from roots import (
     content,
     destinations,
@@ -30,6 +33,7 @@ from roots import (
     tracked,
 )
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.documents import Asked
 from ckptfsm.core.errors import (
@@ -41,6 +45,7 @@ from ckptfsm.core.errors import (
     NoRoom,
     OutcomeUnknown,
     RootBusy,
+    RootLost,
     SaveRefused,
     StorageError,
 )
@@ -49,8 +54,13 @@ from ckptfsm.core.layout import (
     EPOCHS,
     JOURNAL,
     MANIFEST,
+    PINS,
+    QUARANTINE,
+    READERS,
     RECEIPTS,
+    STAGING,
     TRACKER,
+    TRASH,
     answer_name,
     receipt_name,
     staging_dir,
@@ -123,6 +133,39 @@ def test_a_save_that_was_tracked_before_the_manager_was_left_is_not_lost():
     job.fork(late)
     job.fail(late)
     assert job.coordinator.leave(late, 1.0) is None
+
+
+@pytest.mark.parametrize("directory", [STAGING, PINS, READERS, TRASH, QUARANTINE])
+def test_an_empty_directory_that_a_purge_took_is_made_anew(tmp_path: Path, directory: str):
+    """Catches: a job of months whose saves are refused, as nothing lay in staging for a night."""
+    job = real_job(tmp_path, retention=LatestN(2))
+    for step in (1, 2):
+        job.save(step)
+    job.coordinator.tick()
+    (tmp_path / directory).rmdir()
+    job.save(3)
+    job.coordinator.tick()
+    job.coordinator.pin(3, "for the paper")
+    with ReaderLease(tmp_path, 3):
+        job.coordinator.rollback(2)
+    assert [path.name for path in (tmp_path / QUARANTINE).iterdir()] == ["3.e1.a3"]
+    job.close()
+    check_root(PosixStorage(tmp_path), 2)
+
+
+@pytest.mark.damages_journal("deletes the root")
+def test_a_root_that_is_deleted_under_its_job_is_told_as_that(tmp_path: Path):
+    """Catches: a job that says that a newer manager runs, and has a person look for that."""
+    root = tmp_path / "root"
+    job = real_job(root)
+    job.save(1)
+    shutil.rmtree(root)
+    for _ in range(2):  # fatal: nothing comes back
+        with pytest.raises(RootLost, match=f"{root} was deleted under its job"):
+            job.request(2)
+    root.mkdir()
+    job.coordinator.abandon()
+    assert list(root.iterdir()) == [], "another directory at the same path is not ours"
 
 
 # --------------------------------------------------------------------------- F10, F11: who reports

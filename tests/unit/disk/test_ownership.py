@@ -13,13 +13,30 @@ import pytest
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.core.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
-from ckptfsm.core.layout import EPOCHS, OLD_EPOCHS, epoch_name
+from ckptfsm.core.errors import CkptFsmError, Fenced, NewerSchema, RootBusy, RootLost
+from ckptfsm.core.layout import (
+    DIRECTORIES,
+    EPOCHS,
+    JOURNAL,
+    LOCK,
+    OLD_EPOCHS,
+    PINS,
+    epoch_name,
+    segment_name,
+)
 from ckptfsm.core.ports import Identity
-from ckptfsm.disk.ownership import RootOwnership, newest_epoch, open_root, read_holder
+from ckptfsm.disk.journal import newest_segment
+from ckptfsm.disk.ownership import (
+    RootOwnership,
+    is_elsewhere,
+    is_owned_here,
+    newest_epoch,
+    open_root,
+    read_holder,
+)
 from ckptfsm.testing.fakes import Gate
-from ckptfsm.testing.faults import FaultStorage, fail_at
-from ckptfsm.testing.simfs import SimDisk, SimStorage
+from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 WAIT_S = 20.0
 
@@ -194,13 +211,150 @@ def test_I9_a_takeover_fences_the_first():
     assert not read_holder(SimStorage(disk, "look"), 2).released, "the zombie released our epoch"
 
 
-def test_I9_a_lost_epoch_file_fences():
-    """Catches: an owner that goes on although a person emptied the lease directory."""
+def begun(disk: SimDisk, name: str, **settings) -> RootOwnership:
+    """An owner whose journal has begun: every owner begins one before its first effect."""
+    storage = SimStorage(disk, name)
+    lease = open_root(storage, who(name), above=newest_segment(storage), **settings)
+    disk.plant_file(f"{JOURNAL}/{segment_name(lease.epoch)}", b"x\n")
+    return lease
+
+
+def purge(disk: SimDisk, *paths: str) -> None:
+    for path in paths:
+        SimStorage(disk, "purge").unlink(path)
+
+
+def test_a_purged_epoch_file_is_made_anew():
+    """Catches: a job of months that stops, because a purge by age took a file of its first day."""
     disk = SimDisk()
-    first = take(disk, "first")
-    SimStorage(disk, "vandal").unlink(f"{EPOCHS}/{epoch_name(1)}")
-    with pytest.raises(Fenced):
+    first = begun(disk, "first")
+    purge(disk, f"{EPOCHS}/{epoch_name(1)}")
+    SimStorage(disk, "purge").rmdir(EPOCHS)
+    first.check()
+    assert SimStorage(disk, "look").listdir(EPOCHS) == [epoch_name(1)]
+    assert read_holder(SimStorage(disk, "look"), 1).nonce == "first"
+    with pytest.raises(RootBusy):
+        begun(disk, "second")
+
+
+def test_I9_a_purged_epoch_file_does_not_weaken_the_fence():
+    """Catches: a zombie that makes its epoch anew, and goes on beside its successor."""
+    disk = SimDisk()
+    first = begun(disk, "first")
+    second = begun(disk, "second", takeover=True)
+    purge(disk, f"{EPOCHS}/{epoch_name(2)}")
+    with pytest.raises(Fenced) as caught:
         first.check()
+    assert caught.value.newer_epoch == 2 and not isinstance(caught.value, RootLost)
+    with pytest.raises(RootLost, match="another process has the lock"):
+        second.check()  # not certain: the lock is the first one's
+    disk.kill("first")
+    second.check()
+    assert newest_epoch(SimStorage(disk, "look")) == 2
+
+
+def test_I9_a_successor_at_any_call_of_a_renewal_fences():
+    """Catches: a takeover between the look and the new file, which the renewal does not see."""
+    calls = 0
+    while True:
+        disk = SimDisk()
+        begun(disk, "first")
+        disk.kill("first")
+        raced = []
+
+        def before(index: int, method: str, path: str) -> None:
+            if index == at and not raced:
+                raced.append(begun(disk, "successor", takeover=True))
+
+        at = -1
+        storage = FaultStorage(SimStorage(disk, "zombie"), before=before)
+        zombie = open_root(storage, who("zombie"), above=1)
+        disk.plant_file(f"{JOURNAL}/{segment_name(2)}", b"x\n")
+        purge(disk, f"{EPOCHS}/{epoch_name(2)}")
+        at = len(storage.calls) + calls
+        try:
+            zombie.check()
+        except Fenced:
+            assert raced, "nobody else was there"
+        if not raced:
+            break
+        with pytest.raises(Fenced):
+            zombie.check()
+        raced[0].check()
+        calls += 1
+    assert calls > 5
+
+
+def test_F5_a_crash_at_any_call_of_a_renewal_leaves_a_root_that_opens():
+    """Catches: an epoch that is given out twice, or a root that is busy for ever."""
+    calls = 0
+    while True:
+        disk = SimDisk()
+        storage = FaultStorage(SimStorage(disk, "first"))
+        first = open_root(storage, who("first"))
+        disk.plant_file(f"{JOURNAL}/{segment_name(1)}", b"x\n")
+        purge(disk, f"{EPOCHS}/{epoch_name(1)}")
+        storage.before = crash_at(len(storage.calls) + calls)
+        try:
+            first.check()
+        except ProcessDead:
+            disk.kill("first")
+        else:
+            break
+        assert begun(disk, "second").epoch == 2
+        calls += 1
+    assert calls > 5
+
+
+@pytest.mark.parametrize("gone", ["journal", "all"])
+def test_I9_files_without_which_nothing_is_certain_stop_their_owner(gone):
+    """Catches: an owner that goes on, or speaks of a newer manager, as its files were deleted."""
+    disk = SimDisk()
+    first = begun(disk, "first")
+    storage = SimStorage(disk, "vandal")
+    purge(disk, f"{EPOCHS}/{epoch_name(1)}", f"{JOURNAL}/{segment_name(1)}")
+    if gone == "all":
+        purge(disk, LOCK)
+        for directory in reversed(DIRECTORIES):
+            storage.rmdir(directory)
+    with pytest.raises(RootLost, match="was deleted under its job") as caught:
+        first.check()
+    assert caught.value.file.endswith("000001.ndjson" if gone == "journal" else ".ckptfsm")
+    if gone == "all":
+        begun(disk, "anew")
+        begun(disk, "next", takeover=True)
+        with pytest.raises(Fenced):
+            first.check()
+
+
+def test_a_deleted_lock_file_is_locked_anew():
+    """Catches: a second owner, as the lock of the first one is on a file without a name."""
+    disk = SimDisk()
+    first = begun(disk, "first")
+    purge(disk, LOCK)
+    first.keep_young()
+    with pytest.raises(RootBusy):
+        begun(disk, "second")
+
+
+def test_old_files_are_kept_young(tmp_path: Path):
+    """Catches: a purge by age that takes the pin of a checkpoint, or a file of the journal."""
+    storage = PosixStorage(tmp_path)
+    lease = open_root(storage, this_process())
+    paths = [f"{JOURNAL}/{segment_name(n)}" for n in (1, 2)] + [f"{PINS}/7.json"]
+    for path in paths:
+        (tmp_path / path).write_text("x")
+    paths += [LOCK, f"{EPOCHS}/{epoch_name(1)}"]
+    for path in paths:
+        os.utime(tmp_path / path, (1, 1), follow_symlinks=False)
+    lease.keep_young()
+    assert [path for path in paths if (tmp_path / path).stat().st_mtime < 1e9] == []
+    assert asked_elsewhere(tmp_path)[0] == "busy", "the lock was lost"
+    (tmp_path / f"{JOURNAL}/{segment_name(2)}").unlink()
+    (tmp_path / f"{JOURNAL}/{segment_name(1)}").unlink()
+    with pytest.raises(RootLost):
+        lease.keep_young()
+    lease.release()
 
 
 def test_F12_two_that_race_for_one_epoch():
@@ -296,6 +450,18 @@ def test_F34_a_newer_holder_is_a_clear_error(content: bytes):
     disk.kill("second")
     with pytest.raises(CkptFsmError):
         take(disk, "third")
+
+
+def test_a_process_of_another_container_is_not_this_one():
+    """Catches: containers of one pod with one host name, where each one has a process 1."""
+    disk = SimDisk()
+    one = Identity("pod", 1, "boot:1", "one", "4026532001")
+    take_as = [one, one._replace(nonce="two", namespace="4026532002"), one._replace(namespace="")]
+    open_root(NoLocks(disk, "one"), one)
+    holder = read_holder(SimStorage(disk, "look"), 1)
+    assert [is_elsewhere(holder, each) for each in take_as] == [False, True, False]
+    storage = SimStorage(disk, "look")
+    assert [is_owned_here(storage, each) for each in take_as] == [True, False, True]
 
 
 def test_tags_are_unique():

@@ -90,6 +90,18 @@ def test_F4_F13_journals_after_a_crash_or_a_zombie_conform(left: bytes):
     assert refused_by(alone) == "seal"
 
 
+def test_F20_a_segment_that_somebody_else_removed_is_a_gap_if_the_judge_is_told_so():
+    """Catches: an alarm for each file that a purge took; a judge that is blind behind the gap."""
+    legal = forged(LEGAL)
+    for gone in sorted(legal)[:-1]:
+        left = {epoch: data for epoch, data in legal.items() if epoch != gone}
+        assert refused_by(left) == "seal"
+        assert check_segments(left, lost=(gone,)).segments == len(left)
+        assert check_segments(legal, lost=(gone,)) == check_segments(legal)
+        with pytest.raises(JournalViolation):
+            check_segments({**left, max(left): damaged_lines()[max(left)]}, lost=(gone,))
+
+
 def test_a_root_without_a_journal_conforms(tmp_path: Path):
     """Catches: an error where there is nothing to judge."""
     assert assert_journal_conforms(tmp_path) == Conformance()

@@ -22,7 +22,7 @@ from typing import ClassVar
 import pytest
 from refused_reads import refuse_reads
 
-from ckptfsm.adapters import memory, shared_work
+from ckptfsm.adapters import memory, shared_work, spawn
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -401,6 +401,26 @@ def unheard(monkeypatch):
 
     monkeypatch.setattr(WriteEngine, "_spawned", spawned)
     return made
+
+
+def test_a_trainer_that_gave_up_its_rights_forks_where_no_process_can_be_started(
+    engine, storage, root, monkeypatch, caplog
+):
+    """Catches: a trainer that drops root, and whose every save fails from then on."""
+    made = engine()
+    made.start()
+    before = made._process
+    monkeypatch.setattr(spawn, "_user", lambda: (54321, 54321))
+    monkeypatch.setattr(WriteEngine, "_spawned", refused)
+    run = writer(made, storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert "no writer process can be started" in caplog.text
+    assert not before.is_open and before.kill(), "it ends with its socket"
+
+
+def refused(engine: WriteEngine) -> Spawned:
+    raise PermissionError(errno.EACCES, "Permission denied", "python")
 
 
 def test_F1_a_process_that_does_not_greet_makes_way_for_a_fork(

@@ -1,0 +1,92 @@
+"""Other users at a root: what they may do is what the modes of its files say, and is told by type."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_roots import real_job, real_root
+
+from ckptfsm.adapters.fork import fork_child
+from ckptfsm.cli.app import run
+from ckptfsm.core.errors import NotPermitted
+from ckptfsm.disk.reader_lease import ReaderLease
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+WAIT_S = 60.0
+GROUP, OTHERS = 54321, 54322
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory of a group, which others may enter. That of pytest is its user's alone."""
+    made = Path(tempfile.mkdtemp(prefix="ckptfsm-permissions-"))
+    os.chown(made, -1, GROUP)
+    made.chmod(0o2755)
+    before = os.umask(0o002)
+    yield made
+    os.umask(before)
+    shutil.rmtree(made)
+
+
+def as_user(group: int, call: Callable[[], Any]) -> Any:
+    """The result of a call in a process of another user of ``group``; the error it raises."""
+
+    def become_and_call() -> Any:
+        os.setgroups([])
+        os.setresgid(group, group, group)
+        os.setresuid(54321, 54321, 54321)
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    return fork_child(become_and_call, keep=(), group=True).wait(WAIT_S).payload
+
+
+def commanded(*arguments: str) -> tuple[int, str]:
+    """The exit status of a command, and what it says about an error."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        return run(arguments), err.getvalue()
+
+
+def leased(root: Path) -> str:
+    with ReaderLease(root, 10) as lease:
+        return lease.path
+
+
+@pytest.mark.damages_journal("another user writes it, and the judge comes after its directory")
+def test_a_colleague_of_the_group_may_lease_and_own(place: Path):
+    """Catches: modes that keep the group out, although umask and setgid let it in."""
+    root = real_root(place / "root", 10)
+    assert as_user(GROUP, lambda: leased(root)) == str(root / "iter_0000010")
+    assert as_user(GROUP, lambda: commanded("pin", "10", "-r", str(root))) == (0, "")
+    assert (root / ".ckptfsm/pins/10.json").stat().st_uid == 54321
+    assert real_root(root, 20) == root, "the first user goes on"
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_a_stranger_is_refused_by_type(place: Path, living: bool):
+    """Catches: a bare PermissionError, with the name of a temporary file and no way out."""
+    root = place / "root"
+    job = real_job(root)
+    job.save(10)
+    if not living:
+        job.close()
+    refused = as_user(OTHERS, lambda: leased(root))
+    assert isinstance(refused, NotPermitted) and refused.user == 54321
+    assert "docs/permissions.md" in str(refused)
+    pin = ("pin", "10", "--wait", "0", "-r", str(root))
+    status, err = as_user(OTHERS, lambda: commanded(*pin))
+    assert status == 1 and "[not_permitted: " in err
+    assert as_user(OTHERS, lambda: commanded("ls", "-r", str(root))) == (0, "")
+    if living:
+        job.close()
