@@ -206,7 +206,7 @@ MUTANTS = (
         breaks="I10",
         source="F1",
         killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_is_stopped_before_its_late_order",
+            "tests:test_write_engine.py::test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor",
         ),
     ),
     mutant(
@@ -217,7 +217,7 @@ MUTANTS = (
         breaks="I5",
         source="order",
         killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made",
+            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save",
         ),
     ),
     mutant(
@@ -525,11 +525,11 @@ MUTANTS = (
     mutant(
         "a-stopped-writer-outlives-its-trainer",
         "adapters.tied:_launched",
-        '("prctl", (_PR_SET_PDEATHSIG, end, 0, 0, 0)),',
-        "",
+        '("prctl", (_PR_SET_PDEATHSIG, end, 0, 0, 0))',
+        '("getpid", ())',
         breaks="I4",
         source="F3",
-        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer",),
+        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer[9-stopped]",),
         why="memory and descriptors of a dead job stay until the process is continued",
     ),
     mutant(
@@ -539,7 +539,7 @@ MUTANTS = (
         "return",
         breaks="I10",
         source="order",
-        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer",),
+        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer[9-thread]",),
     ),
     mutant(
         "a-writer-that-hears-the-trainers-signals",

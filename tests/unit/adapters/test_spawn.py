@@ -196,7 +196,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(
     "also",
-    ["alone", "loader", "stopped", "thread", "stopped program", "stopped program of a thread"],
+    ["alone", "loader", "stopped", "thread", "stopped_program", "stopped_program_of_thread"],
 )
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_F3_it_ends_with_its_trainer(also, number):

@@ -1194,13 +1194,14 @@ def test_an_accelerator_that_hangs_meets_the_deadline(engine, storage):
     assert "its writer missed its deadline at the copy of the accelerator's state" in failed.detail
 
 
-def test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save(engine, storage):
+def test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save(engine, storage, caplog):
     """Catches: an order before the accelerator's copies; one to a dead process that ends the agent."""
     run = writer(engine(), storage, copied_part(Copies()))
     os.kill(pid_of(run), signal.SIGKILL)
     end = ends(run)[-1]
     assert isinstance(end, Failed)
     assert "SIGKILL" in end.detail
+    assert caplog.records == [], "no other one reads memory that has no state yet"
 
 
 @pytest.mark.parametrize("serves", [True, False])
