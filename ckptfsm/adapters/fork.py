@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import logging
 import os
@@ -227,7 +228,7 @@ def _fork(
     job: Callable[[], Any], keep: Sequence[int], group: bool, count: SharedCount | None
 ) -> Child:
     with _named("pipe2"):
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        read_end, write_end = above_streams(os.pipe2(os.O_CLOEXEC))
     parent = os.getpid()
     main_thread = threading.current_thread() is threading.main_thread()
     with _collector_off():
@@ -246,6 +247,17 @@ def _fork(
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # both sides set the group: neither may wait for the other
     return Child(pid, read_end, group=group, count=count)
+
+
+def above_streams(fds: Sequence[int]) -> list[int]:
+    """These descriptors, with other numbers where a trainer without standard streams has free ones.
+
+    Others write to these numbers, whatever is open there.
+    """
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) if fd < 3 else fd for fd in fds]
+    for fd in set(fds).difference(moved):
+        os.close(fd)
+    return moved
 
 
 def _forked() -> int:
@@ -280,10 +292,10 @@ def _run_child(
     try:
         try:
             gc.disable()
+            _die_with(abs(parent), by_kernel=parent > 0)  # first: it may be stopped at any time
             os.write(pipe[1], _RUNS)
             if group:
                 os.setpgid(0, 0)
-            _die_with(abs(parent), by_kernel=parent > 0)
             _reset_signals()
             os.close(pipe[0])  # its number is free for the next file
             _let_go_of_all_but({0, 1, 2, pipe[1], *keep})

@@ -2,7 +2,8 @@
 
 Rules:
 
-- The process has its own session, and all that is left of it is killed when the attempt ends.
+- ``adapters.tied`` starts the process: it ends with its starter, and all that is left of its session is
+  killed when the attempt ends.
 - The process is the first to go when memory runs out, and yields processor and disk to others.
 - The process does not see the trainer's accelerators, nor join its process group: the variables that
   lead there are not handed on.
@@ -12,14 +13,11 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import operator
 import os
 import re
-import select
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +25,13 @@ from importlib import import_module
 from pathlib import Path
 
 from ckptfsm.adapters.spawn import be_considerate
+from ckptfsm.adapters.tied import TiedProcess, interpreter
+from ckptfsm.core.ports import signal_name
 
 _START = (
     "import json, sys; sys.path[:0] = json.loads(sys.argv[2]);"
     " from ckptfsm.adapters.job_process import main; main()"
 )
-_PR_SET_PDEATHSIG = 1
 _ORPHANED = 77
 _NOT_FOUND = 127
 _LOWEST = 19
@@ -65,77 +64,86 @@ def environment_of_job(
 
 
 class JobProcess:
-    """A process that runs ``call`` in the directory ``cwd``. Raises ``OSError`` if none can be made."""
+    """A process that runs ``call`` in the directory ``cwd``. The call ignores the signals ``ignored``.
+
+    Raises ``OSError`` if none can be made, and ``ValueError`` for words that no process can have.
+    """
 
     def __init__(
-        self, call: Call, environment: Mapping[str, str], imports: Sequence[str], cwd: str
+        self,
+        call: Call,
+        environment: Mapping[str, str],
+        imports: Sequence[str],
+        cwd: str,
+        ignored: Sequence[int] = (),
     ) -> None:
         told = {name: getattr(call, name) for name in call.__slots__}
-        command = [sys.executable, "-c", _START, str(os.getpid()), json.dumps(list(imports))]
-        self._process = subprocess.Popen(
-            [*command, json.dumps({**told, "metrics": dict(call.metrics)})],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            cwd=cwd,
-            start_new_session=True,
-        )
+        words = [list(imports), {**told, "metrics": dict(call.metrics)}, list(ignored)]
+        command = [interpreter(), "-c", _START, str(os.getpid()), *map(json.dumps, words)]
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        output, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._process = TiedProcess(
+                command, [null, theirs, theirs], environment=environment, cwd=cwd
+            )
+        except BaseException:
+            os.close(output)
+            raise
+        finally:
+            os.close(theirs)
+            os.close(null)
         self.pid = self._process.pid
-        assert self._process.stdout is not None
-        self._output = self._process.stdout
+        self._output = output
         self._listening = True
         self._said = b""
-        os.set_blocking(self._output.fileno(), False)
-        self._pidfd = os.pidfd_open(self.pid)
+        os.set_blocking(output, False)
 
     @property
     def running(self) -> bool:
         """False once its end was noticed: its number may be another process's by then."""
-        return self._process.returncode is None
+        return self._process.running
 
     def watched(self) -> list[int]:
         """Descriptors that can be read once there is something to do."""
-        return [self._pidfd, *([self._output.fileno()] if self._listening else [])]
+        return [self._process.pidfd, *([self._output] if self._listening else [])]
 
     def ended(self) -> str | None:
         """None while the process runs; then "" for success, or the reason with its last words."""
         self._listen()
-        waiting = select.poll()
-        waiting.register(self._pidfd, select.POLLIN)
-        if not waiting.poll(0):
+        code = self._process.exitcode()
+        if code is None:
             return None
-        self.kill()
-        return self._verdict()
+        self._close()
+        return self._verdict(code)
 
     def kill(self) -> None:
         """Kill the process and all it started, and wait for its end."""
-        if self.running:  # its number is not given away before it is reaped
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+        if self.running:
+            self._process.kill(None)
+        self._close()
+
+    def _close(self) -> None:
+        if self._output >= 0:
             self._listen()
-            os.close(self._pidfd)
-            self._output.close()
-            self._listening = False
+            os.close(self._output)
+            self._output, self._listening = -1, False
 
     def last_words(self) -> str:
         """The end of the output, in one line."""
         lines = self._said.decode("utf-8", "replace").split("\n")
         return " | ".join(line.strip() for line in lines if line.strip())
 
-    def _verdict(self) -> str:
-        status = self._process.returncode
+    def _verdict(self, status: int) -> str:
         if status == 0:
             return ""
-        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        how = f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
         words = self.last_words()
         return f"{how}: {words}" if words else how
 
     def _listen(self) -> None:
         while self._listening:
             try:
-                data = os.read(self._output.fileno(), 1 << 16)
+                data = os.read(self._output, 1 << 16)
             except BlockingIOError:
                 return
             self._listening = bool(data)
@@ -145,11 +153,9 @@ class JobProcess:
 def main() -> None:
     """Run the call that the command line names, as a process of lowest rank."""
     starter, call = int(sys.argv[1]), json.loads(sys.argv[3])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != starter:
         os._exit(_ORPHANED)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    _take_signals(json.loads(sys.argv[4]), program=bool(call["program"]))
     be_considerate(_LOWEST)
     with contextlib.suppress(OSError):  # no /proc, or one that is not to be written
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -162,3 +168,14 @@ def main() -> None:
     module, _, name = call["function"].partition(":")
     sys.argv[:] = [module]
     operator.attrgetter(name)(import_module(module))(call["path"], call["step"], call["metrics"])
+
+
+def _take_signals(ignored: Sequence[int], *, program: bool) -> None:
+    """Give the call the signals that a shell would give it, but for those that are ``ignored``."""
+    of_python = () if program else (signal.SIGPIPE, signal.SIGXFSZ)  # which ignores them
+    for number in signal.valid_signals():
+        if number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif number not in (*of_python, signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

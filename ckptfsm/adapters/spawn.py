@@ -5,17 +5,18 @@ of the stream alone proves no death: a data loader that the trainer forked keeps
 
 Rules:
 
+- ``adapters.tied`` starts the process: it ends with its trainer, and hears no signal but the kernel's.
 - The process inherits its end of the socket and nothing else. Its working directory is ``/``, so
-  that it keeps no file system busy. Its session is new: a Ctrl-C at the terminal does not reach it.
-- The process ends when its trainer ends, in whatever way, because it watches the trainer's pidfd. The
-  kernel kills it too, also while it is stopped, if the trainer's main thread started it. Another thread
-  may end before its trainer, and the kernel would kill the process then.
+  that it keeps no file system busy.
+- The process watches the trainer's pidfd, too, so that it can end in order. The kernel continues a
+  process with a last act when its trainer ends, and kills others.
 - The trainer learns of the end of the process from the kernel, and never concludes it from silence.
 - Other processes that the trainer forked can neither talk to the process nor kill it.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import errno
@@ -25,7 +26,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -33,7 +33,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.adapters.fork import stand
+from ckptfsm.adapters.fork import above_streams, stand
+from ckptfsm.adapters.tied import TiedProcess, interpreter, wait_for
 from ckptfsm.core.errors import describe
 
 _LENGTH = struct.Struct("!Q")
@@ -42,14 +43,14 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 253  # the most that the kernel takes with one message
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
-_SEND_S = 10
+_SEND_S = 10.0
+_CHANNEL = 3  # the descriptor of the process's end of the socket
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
-_PR_SET_PDEATHSIG = 1
 _AUTOGROUP = Path("/proc/self/autogroup")
 _IOPRIO_BEST_EFFORT = 2 << 13
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_START = "import sys; sys.path[:0] = sys.argv[4:]; from {module} import {function}; {function}()"
+_START = "import sys; sys.path[:0] = sys.argv[2:]; from {module} import {function}; {function}()"
 
 
 class Channel:
@@ -64,29 +65,36 @@ class Channel:
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message, and duplicates of ``fds``.
+    def send(self, message: Any, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
+        """Send a message, and duplicates of ``fds``; None waits for the other end.
 
-        Raises ``OSError`` if the other end is closed, or does not read for long.
+        Raises ``OSError`` if the other end is closed, or has not taken the message in time. The rest of
+        the message is lost then, and no other one can be sent.
         """
         body = pickle.dumps(message)
         frame = memoryview(_LENGTH.pack(len(body)) + body)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        # socket.send_fds ignores its flags
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._sending:
-            self._end.setblocking(True)
-            try:
-                # the descriptors travel with the first byte
-                sent = socket.send_fds(self._end, [frame], fds)
-                self._end.sendall(frame[sent:])
-            except BlockingIOError as error:  # "temporarily unavailable" would tell nothing
-                said = f"the other process took no message for {_SEND_S} s"
-                raise TimeoutError(errno.ETIMEDOUT, said) from error
+            while len(frame):
+                try:
+                    sent = self._end.sendmsg([frame], extra, socket.MSG_DONTWAIT)
+                except BlockingIOError as error:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        said = f"the other process took no message for {timeout_s:g} s"
+                        raise TimeoutError(errno.ETIMEDOUT, said) from error
+                    wait_for(self._end.fileno(), left, select.POLLOUT)
+                else:
+                    frame, extra = frame[sent:], []  # descriptors travel with the first byte
 
     def receive(self, timeout_s: float | None) -> tuple[bool, list[Any]]:
         """Everything that has arrived; None waits for something.
 
         Returns whether the other end is open, and the messages that are complete.
         """
-        _await_input(self._end.fileno(), timeout_s)
+        wait_for(self._end.fileno(), timeout_s)
         while True:
             try:
                 data, fds = self._read()  # socket.recv_fds ignores its flags
@@ -131,13 +139,6 @@ class Channel:
         self._end.close()
 
 
-def _await_input(fd: int, timeout_s: float | None) -> None:
-    """Wait until a read of ``fd`` would not block. ``select.select`` fails for numbers above 1023."""
-    waiting = select.poll()
-    waiting.register(fd, select.POLLIN)
-    waiting.poll(None if timeout_s is None else timeout_s * 1000)
-
-
 def _user() -> tuple[int, int]:
     return os.geteuid(), os.getegid()
 
@@ -145,53 +146,63 @@ def _user() -> tuple[int, int]:
 class Spawned:
     """A process that runs ``module.function``, seen from its trainer.
 
-    Raises ``OSError`` if it cannot be started.
+    ``last_act``: the process makes a ``TrainersEnd`` with a last act. Raises ``OSError`` if it cannot be
+    started.
     """
 
-    def __init__(self, module: str, function: str) -> None:
-        ours, theirs = socket.socketpair()
-        limit = struct.pack("ll", _SEND_S, 0)  # a process that is stopped must not stop its trainer
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    def __init__(self, module: str, function: str, *, last_act: bool = False) -> None:
         self._owner = os.getpid()
         self._user = _user()
         self._open = True
-        self._exitcode: int | None = None
-        command = [
-            *(sys.executable, "-I", "-S", "-c", _START.format(module=module, function=function)),
-            *(str(theirs.fileno()), str(os.getpid()), str(threading.get_native_id())),
-            *import_path(),
-        ]
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd="/",
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
+        self._heard: list[Any] = []
+        code = _START.format(module=module, function=function)
+        command = [interpreter(), "-I", "-S", "-c", code, str(os.getpid()), *import_path()]
+        ours, theirs = (
+            socket.socket(fileno=fd)
+            for fd in above_streams([end.detach() for end in socket.socketpair()])
+        )
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._process = TiedProcess(
+                command,
+                [null, null, null, theirs.fileno()],
+                end=signal.SIGCONT if last_act else signal.SIGKILL,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(null)
         self.pid = self._process.pid
         self._channel = Channel(ours)
         # Where Yama guards memory, else without effect: our descendants may read it.
         _LIBC.prctl(_PR_SET_PTRACER, os.getpid(), 0, 0, 0)
 
-    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send it a message. Raises ``OSError`` if the process has ended."""
+    def send(self, message: Any, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
+        """Send it a message; None gives it ``_SEND_S`` to take that.
+
+        Raises ``OSError`` if the process has ended, or does not take it in time.
+        """
         if os.getpid() != self._owner:
             raise ConnectionError("this process did not start the writer")
-        self._channel.send(message, fds)
+        self._channel.send(message, fds, _SEND_S if timeout_s is None else timeout_s)
 
     def listen(self, timeout_s: float = 0.0) -> list[Any]:
         """Its messages since the last call; waits for one at most ``timeout_s``."""
-        if os.getpid() != self._owner or not self._open:
+        if os.getpid() != self._owner:
             return []
-        self._open, messages = self._channel.receive(timeout_s)
-        return messages
+        if self._open:
+            timeout_s = 0.0 if self._heard else timeout_s
+            self._open, messages = self._channel.receive(timeout_s)
+            self._heard += messages
+        heard, self._heard = self._heard, []
+        return heard
+
+    def next_message(self, timeout_s: float) -> Any:
+        """Its next message, or None if there is none in ``timeout_s``; the others stay."""
+        first, *self._heard = self.listen(timeout_s) or [None]
+        return first
 
     @property
     def is_open(self) -> bool:
@@ -205,25 +216,17 @@ class Spawned:
 
     def exitcode(self) -> int | None:
         """Its exit code once it has ended, negative for a signal; None while it runs."""
-        if self._exitcode is None and os.getpid() == self._owner:
-            self._exitcode = self._process.poll()
-        return self._exitcode
+        return self._process.exitcode()
 
     def kill(self, timeout_s: float = _KILL_WAIT_S) -> bool:
         """Kill it and all it started. True once it is certainly gone."""
-        if os.getpid() != self._owner:
-            return False
-        if self.exitcode() is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended by now
-            except PermissionError:  # the trainer has changed its user: it ends with the socket
-                self.close()
-        deadline = time.monotonic() + timeout_s
-        while self.exitcode() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return self.exitcode() is not None
+        if os.getpid() == self._owner and not self.is_of_this_user:
+            self.close()  # no signal of ours reaches it: it ends with the socket
+        return self._process.kill(timeout_s)
+
+    def resume(self) -> None:
+        """Let it go on, if it is stopped."""
+        self._process.resume()
 
     def whereabouts(self) -> str:
         """Its pid, state and kernel function, for people."""
@@ -251,15 +254,14 @@ class TrainersEnd:
     """The trainer as its spawned process sees it. ``channel`` is the way to it.
 
     Made first in the process: from here on the process ends with its trainer. ``last_act`` is called
-    then, on a thread. The kernel leaves a process with a last act its time for that.
+    then, on a thread.
     """
 
     def __init__(self, last_act: Callable[[], object] | None = None) -> None:
-        self.pid = int(sys.argv[2])
-        self.channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-        if last_act is None and int(sys.argv[3]) == self.pid:
-            # before the look at the parent: it may be dead already
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        self.pid = int(sys.argv[1])
+        _close_from(_CHANNEL + 1)
+        os.set_inheritable(_CHANNEL, False)
+        self.channel = Channel(socket.socket(fileno=_CHANNEL))
         try:
             watched = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -267,12 +269,19 @@ class TrainersEnd:
         if os.getppid() != self.pid:
             os._exit(_ORPHANED)
         threading.Thread(target=_end_with, args=(watched, last_act), daemon=True).start()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the trainer may ignore the ends of its own
+
+
+def _close_from(first: int) -> None:
+    """Close what the trainer has opened without CLOEXEC, as a listening socket."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd >= first:
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(fd)
 
 
 def _end_with(pidfd: int, last_act: Callable[[], object] | None) -> None:
-    _await_input(pidfd, None)
+    wait_for(pidfd, None)
     try:
         if last_act is not None:
             last_act()

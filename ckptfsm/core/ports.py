@@ -369,11 +369,12 @@ class Outcome:
         if self.exitcode is None:
             return "its exit status is unknown: SIGCHLD is ignored, or other code reaped it"
         if self.exitcode < 0:
-            return f"killed by {_signal_name(-self.exitcode)}"
+            return f"killed by {signal_name(-self.exitcode)}"
         return f"exit code {self.exitcode} without a complete result"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """The name of a signal, or its number: signals for real time have no names."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,13 +1,15 @@
 """The trainer's side of the jobs: a thread that starts their process, and hears of it.
 
-Rules: no call of the trainer waits for the jobs, but ``close`` for at most ``jobs_drain_s`` and the end
-of the process. Each failure is a line in the log, and never an error of training.
+Rules: no call of the trainer waits for the jobs, but ``close`` for at most ``jobs_drain_s``. After that,
+the process has ``exit_timeout_s`` to end in order, then it is killed. Each failure is a line in the log,
+and never an error of training.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ log = logging.getLogger("ckptfsm")
 _STARTS = 3  # of the process, in the life of a manager
 _LISTEN_S = 5.0
 _HEAR_S = 0.1
-_END_S = 30.0  # to kill an attempt, and put its record
+_ENDS_A_PROGRAM = ("SIGTERM", "SIGINT", "SIGHUP")  # a program may send them to its own processes
 _RENEWALS = 4  # of a lease before it would expire
 
 
@@ -48,7 +50,13 @@ class JobsBeside:
             min(60.0, config.reader_timeout_s / _RENEWALS),
             tuple(import_path()),
             str(Path.cwd()),
+            ignored=tuple(
+                int(signal.Signals[name])
+                for name in config.preemption_signals
+                if name not in _ENDS_A_PROGRAM
+            ),
         )
+        self._end_s = config.exit_timeout_s
         self._lock = threading.Lock()
         self._stopped: Stop | None = None
         self._process: Spawned | None = None
@@ -71,19 +79,20 @@ class JobsBeside:
         self.stop()
 
     def stop(self) -> None:
-        """End the process now. A job that runs begins again with the next manager."""
+        """End the process. A job that runs begins again with the next manager."""
         process = self._ask(Stop(0.0))
-        self._thread.join(_END_S)
-        if process is not None:
-            process.kill()
-            self._thread.join(_END_S)
+        self._thread.join(self._end_s)
+        if process is not None and self._thread.is_alive():  # it waits for a disk, say
+            process.kill(self._end_s)
+            self._thread.join(self._end_s)
 
     def _ask(self, stop: Stop) -> Spawned | None:
         with self._lock:
             self._stopped, process = stop, self._process
             if process is not None and process.is_open:
+                process.resume()  # one that is stopped could not end in order
                 with suppress(OSError):  # it has ended by itself
-                    process.send(stop)
+                    process.send(stop, timeout_s=0.0)
         return process
 
     def _run(self) -> None:
@@ -106,12 +115,15 @@ class JobsBeside:
 
     def _employ(self) -> int:
         """Start the process and hear it until it has ended. Returns its exit status."""
-        with self._lock:
-            if self._stopped is not None:
-                return 0
-            self._process = process = Spawned("ckptfsm.jobs.supervisor", "main")
-            process.send(self._order, self._fds)
+        if self._stopped is not None:
+            return 0
+        process = Spawned("ckptfsm.jobs.supervisor", "main", last_act=True)
         try:
+            process.send(self._order, self._fds)
+            with self._lock:  # not before: the order comes first
+                if self._stopped is not None:
+                    return 0
+                self._process = process
             while (status := process.exitcode()) is None:
                 for message in process.listen(_LISTEN_S):
                     _pass_on(message)

@@ -10,6 +10,7 @@ Rules:
   is renewed until the last attempt has ended. A checkpoint that waits has no lease.
 - A record is durable before the state that it names begins.
 - The process ends when another owner has the root, when its trainer says so, and with its trainer.
+- An error of a job, or of its settings, fails an attempt of that job.
 - An error of the disk is told to the trainer, and the work is tried again.
 """
 
@@ -78,7 +79,7 @@ class Order:
     """The work of the process, sent first and with the descriptor of ``root``.
 
     ``renew_s``: seconds from one renewal of a lease to the next. ``look_s``: from one look at the root
-    to the next. ``imports`` and ``cwd`` are the trainer's.
+    to the next. ``imports`` and ``cwd`` are the trainer's. Attempts ignore the signals ``ignored``.
     """
 
     root: str
@@ -89,6 +90,7 @@ class Order:
     imports: tuple[str, ...]
     cwd: str
     look_s: float = 1.0
+    ignored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,22 +395,21 @@ class Supervisor:
         record = begun(busy.record)
         self._put(record)
         busy.record = record
-        command, path = busy.job.command, busy.lease.path
-        metrics = dict(self._checkpoints[record.of].metrics)
-        function, program = (command, ()) if isinstance(command, str) else ("", command)
-        call = Call(
-            path,
-            record.step,
-            metrics,
-            tuple(with_placeholders(program, path, record.step)),
-            function,
-        )
-        variables = environment_of_job(os.environ, self._storage.root, busy.job.environment)
-        try:
-            busy.process = JobProcess(call, variables, self._order.imports, self._order.cwd)
-        except OSError as error:
-            busy.outcome = after_attempt(record, busy.job, describe(error))
         busy.ends_at = now + busy.job.timeout_s
+        try:
+            busy.process = self._process_of(busy.job, record, busy.lease.path)
+        except Exception as error:  # of the machine, or of the job's settings
+            busy.outcome = after_attempt(record, busy.job, describe(error))
+
+    def _process_of(self, job: Job, record: JobRecord, path: str) -> JobProcess:
+        command, step = job.command, record.step
+        function, program = (command, ()) if isinstance(command, str) else ("", command)
+        arguments = tuple(with_placeholders(program, path, step))
+        metrics = dict(self._checkpoints[record.of].metrics)
+        call = Call(path, step, metrics, arguments, function)
+        order = self._order
+        variables = environment_of_job(os.environ, self._storage.root, job.environment)
+        return JobProcess(call, variables, order.imports, order.cwd, order.ignored)
 
     def _renew(self, busy: _Busy, now: float) -> None:
         busy.renew_at = now + self._order.renew_s

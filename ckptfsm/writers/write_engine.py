@@ -24,8 +24,11 @@ Rules:
 - A job whose process was killed begins again in another one, once, if its memory is as it was. That
   is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
   no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
-- A process that failed, was killed or missed its deadline is never used again. That also goes for one
-  that sends no hello in time: the save is forked.
+- A process that failed, was killed or missed its deadline is never used again.
+- A process serves if it answers: before a job that it can read our memory, then that the job begins.
+  A stopped one, say, does not: it is killed, and another one takes its place, once. A save waits
+  ``SERVE_S`` for both, and is forked then. A process that may have the order is certainly gone before
+  another one gets it.
 - Where the host has no memory for an eager copy, the job ``must_wait``: its process reads the trainer's
   memory as for a gated save. In the mode ``auto``, a copy may take a share of the free memory.
 - The trainer's memory is read behind ``save`` only after ``expect_gate``. A ``gated`` save without that
@@ -38,6 +41,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import threading
@@ -56,19 +60,18 @@ from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import STAGING, receipt_name
-from ckptfsm.core.ports import RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
-from ckptfsm.writers.write_job import LISTEN_S, Reading, WriteJob
-from ckptfsm.writers.write_process import Order, Probe
+from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, Reading, WriteJob
+from ckptfsm.writers.write_process import Accepted, Hello, Order, Probe, remove_files
 
 log = logging.getLogger("ckptfsm")
 
 Mode = Literal["auto", "eager", "gated"]
-_HELLO_S = 10.0
 _PROBE_BYTES = 64
 _ARENA_BUFFER_BYTES = 20 << 20  # no trainer waits until an arena was read
 _KILL_WAIT_S = 5.0
@@ -127,17 +130,23 @@ class WriteEngine:
 
     def _spawned(self) -> Spawned:
         process = Spawned("ckptfsm.writers.write_process", "main")
-        at = ctypes.addressof(self._probe)
-        process.send(Probe(at, self._probe.raw, self._settings.imports))
+        try:
+            self._ask(process, SERVE_S)
+        except BaseException:
+            process.kill()
+            raise
         return process
+
+    def _ask(self, process: Spawned, timeout_s: float) -> None:
+        at = ctypes.addressof(self._probe)
+        process.send(Probe(at, self._probe.raw, self._settings.imports), timeout_s=timeout_s)
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
         try:
             self.start()
-        except OSError as error:  # the first save tries again, and fails by itself
-            said = f"the writer process cannot be started yet: {describe(error)}"
-            say(log.warning, "writer_not_started", said, error=describe(error))
+        except OSError as error:  # the next save tries again
+            self._say_not_started(f"the writer process cannot be started yet: {describe(error)}")
 
     def expect_gate(self) -> None:
         """The trainer waits before it changes its state: read it while writing (``auto``, ``gated``)."""
@@ -160,8 +169,10 @@ class WriteEngine:
         parts = [part for part in job.parts if isinstance(part, FromImages)]
         ranges = ranges_of(parts)
         copying = copying_of(parts)
-        if not _is_portable(storage, job) or not self._greet():
+        deadline = time.monotonic() + SERVE_S
+        if not _is_portable(storage, job) or not self._greet(deadline):
             return self._forked(storage, job, ranges)
+        left = deadline - time.monotonic()  # a copy into the arena does not count
         reading = self._reading(parts, ranges)
         if reading is None:
             return self._forked(storage, job, ranges)
@@ -169,9 +180,11 @@ class WriteEngine:
         process: Spawned | None = None
         try:
             order = self._order(storage, job, reading)
-            process = (
-                self._ready() if copying is not None else self._ordered(order, storage, reading)
-            )
+            deadline = time.monotonic() + left
+            if copying is not None:
+                process = self._ready(deadline)
+            else:
+                process = self._ordered(order, storage, reading, deadline)
         finally:
             if process is None and reading.arena is not None:  # also after a Ctrl-C
                 reading.arena.close()
@@ -185,7 +198,7 @@ class WriteEngine:
             parts,
             reading,
             later=give if copying is not None else None,
-            again=again if copying is None and _may_restart(job) else None,
+            again=again if _may_restart(job) else None,
         )
         try:
             if copying is not None:
@@ -290,21 +303,45 @@ class WriteEngine:
             copies=spans,
         )
 
-    def _ordered(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
-        """A process that has the order; another one if the first died while it waited for it."""
+    def _ordered(
+        self, order: Order, storage: Storage, reading: Reading, deadline: float
+    ) -> Spawned | None:
+        """A process that has begun the job, perhaps the second one; None if only a fork is left.
+
+        Raises ``OSError`` for a process that may write the job, and does not end.
+        """
+        fds = _descriptors(storage, reading)
         for last in (False, True):
-            process = self._ready()
+            process = self._ready(deadline)
             if process is None:
-                return None
-            try:
-                self._give(process, order, storage, reading)
-            except BaseException as error:
-                process.kill()
-                if last or not isinstance(error, ConnectionError):
-                    raise
-            else:
+                break
+            problem = self._begun(process, order, fds, _share(deadline, last=last))
+            if not problem:
                 return process
+            if not process.kill():
+                said = f"a writer process neither begins nor ends, at {process.whereabouts()}"
+                raise TimeoutError(errno.ETIMEDOUT, said)
+            process.close()
+            if last:
+                self._say_not_started(f"the writer is forked: {problem}")
+            else:
+                self._say_given_up(problem)
+            order = replace(order, again=_may_restart(order.job))
+        if order.again:
+            remove_files(storage, order.job)  # the fork creates them exclusively, too
         return None
+
+    def _begun(self, process: Spawned, order: Order, fds: Sequence[int], deadline: float) -> str:
+        """Let the process begin the job. Returns the reason why it did not, or ""."""
+        try:
+            process.send(order, fds, max(0.0, deadline - time.monotonic()))
+            answer, problem = self._answer(process, deadline)
+        except OSError as error:
+            return describe(error)
+        except BaseException:  # a Ctrl-C
+            process.kill()
+            raise
+        return "" if isinstance(answer, Accepted) else problem or f"it answered {answer}"
 
     def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
         process.send(order, _descriptors(storage, reading))
@@ -326,50 +363,72 @@ class WriteEngine:
             raise
         return process
 
-    def _ready(self) -> Spawned | None:
+    def _ready(self, deadline: float) -> Spawned | None:
         """A process for the caller alone; None if there cannot be one."""
-        if not self._greet():
+        if not self._greet(deadline):
             return None
         process, self._process = self._process, None
         return process
 
-    def _greet(self) -> bool:
-        """Learn whether the process can read our memory. False if there is no process."""
+    def _greet(self, deadline: float) -> bool:
+        """Learn whether the process serves, and can read our memory. False if there is no process."""
+        for last in (False, True):
+            try:
+                self.start()
+            except OSError as error:
+                self._say_not_started(f"the writer is forked: {describe(error)}")
+                return False
+            process, self._process = self._process, None  # not used again if an error comes now
+            assert process is not None
+            last = last or not self._greeted  # it begins, which takes its time
+            problem = self._greeting(process, _share(deadline, last=last))
+            if not problem:
+                self._process = process
+                return True
+            process.kill(0.0)  # it has no order
+            process.close()
+            if last:
+                break
+            self._say_given_up(problem)
+        self.warm_up()  # a slow host has it ready for the next save
+        self._say_not_started(f"the writer is forked: its process did not start: {problem}")
+        return False
+
+    def _greeting(self, process: Spawned, deadline: float) -> str:
+        """Wait for the process's hello. Returns the reason why there is none, or ""."""
         try:
-            self.start()
-        except PermissionError as error:  # the trainer has given up the rights that it began with
-            said = f"no writer process can be started, so each save is forked: {describe(error)}"
-            self._say_once("writer_not_started", said, error=describe(error))
-            return False
-        process, self._process = self._process, None  # not used again if an error comes now
-        assert process is not None
-        try:
-            problem = None if self._greeted else self._await_hello(process)
+            if self._greeted:  # by an earlier one; it may have been stopped since
+                self._ask(process, max(0.0, deadline - time.monotonic()))
+            answer, problem = self._answer(process, deadline)
+        except OSError as error:
+            return describe(error)
         except BaseException:  # a Ctrl-C
             process.kill()
             raise
-        if problem:
-            say(log.warning, "writer_not_started", f"the writer is forked: {problem}")
-            return False
-        self._process = process
-        return True
+        if isinstance(answer, Hello):
+            self._greeted, self._refused = True, answer.problem
+            return ""
+        return problem or f"it answered {answer}"
 
-    def _await_hello(self, process: Spawned) -> str:
-        """Wait for the process's first message. Returns the reason why there is none, or ""."""
-        deadline = time.monotonic() + _HELLO_S
+    def _answer(self, process: Spawned, deadline: float) -> tuple[object, str]:
+        """The next message of the process; or None, and the reason why there is none."""
         while True:
-            for message in process.listen(LISTEN_S):
-                self._greeted, self._refused = True, message.problem
-            if self._greeted:
-                return ""
-            if process.exitcode() is not None:
-                return f"its process did not start ({process.exitcode()})"
+            exitcode = process.exitcode()  # first: all that it said is there once it has ended
+            message = process.next_message(0.0 if exitcode is not None else LISTEN_S)
+            if message is not None:
+                return message, ""
+            if exitcode is not None:
+                return None, Outcome(exitcode).explain()
             if time.monotonic() > deadline:
-                where = process.whereabouts()
-                process.kill()
-                self.warm_up()  # a slow host has it ready for the next save
-                return f"its process did not start in {_HELLO_S:g} s, at {where}"
+                return None, f"it does not answer, at {process.whereabouts()}"
             self._raise_interruption()
+
+    def _say_given_up(self, problem: str) -> None:
+        said = f"a writer process was given up, another one takes its place: {problem}"
+        say(log.warning, "writer_restarted", said)
+
+    def _say_not_started(self, said: str) -> None:
+        say(log.warning, "writer_not_started", said)
 
     def _affords(self, more: int) -> bool:
         """False if, in the mode ``auto``, a copy would take too much of the free memory."""
@@ -453,6 +512,12 @@ class WriteEngine:
         if process is not None:
             process.close()
             process.kill(timeout_s)
+
+
+def _share(deadline: float, *, last: bool) -> float:
+    """The time until which a process may answer: the first leaves most of it for another's start."""
+    now = time.monotonic()
+    return deadline if last else now + (deadline - now) / 3
 
 
 def _descriptors(storage: Storage, reading: Reading) -> list[int]:

@@ -13,14 +13,15 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.segments import Segment, Span
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import Spawned
-from ckptfsm.core.errors import describe
+from ckptfsm.core.errors import WriterDied, describe
 from ckptfsm.core.ports import ChildError, Outcome
 from ckptfsm.writers.image import FromImages, copying_of
 from ckptfsm.writers.trainers_memory import Arena
-from ckptfsm.writers.write_process import Confirm, Done, Ended, Taken
+from ckptfsm.writers.write_process import Accepted, Confirm, Done, Ended, Taken
 
 log = logging.getLogger("ckptfsm")
 
+SERVE_S = 10.0  # until a process that has an order must answer
 LISTEN_S = 0.05  # a look for messages
 _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 
@@ -70,8 +71,9 @@ class Engine(Protocol):
 class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``.
 
-    ``later`` gives the process its order, once an accelerator's copies are made. ``killed``: the trainer
-    ended it, though the process may not be gone yet.
+    ``later`` gives the process its order, once an accelerator's copies are made. ``again`` starts
+    another process, once: for such copies, only while the first has not begun. A process that does not
+    begin in time is killed. ``killed``: the trainer ended it, though it may not be gone yet.
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class WriteJob:
         self.must_wait = reading.must_wait
         self._later = later
         self._ordered = later is None
-        self._again = again  # starts another process, once
+        self._again = again
+        self._copied = later is not None
+        self._begun = later is None
+        self._begin_by: float | None = None
         self._taken = self._confirmed = self.killed = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
@@ -164,14 +169,29 @@ class WriteJob:
         try:
             if copying is not None and not copying.done():
                 return
-            self._later()
-        except Exception as error:  # of the accelerator, or of the process: the save fails
-            if not isinstance(error, ConnectionError):  # else the process's exit code tells
-                self._failure = Outcome(1, error=ChildError(describe(error)))
-            self._process.kill()
+        except Exception as error:  # of the accelerator: the save fails
+            self._fail(Outcome(1, error=ChildError(describe(error))))
+            self._again = None
+        else:
+            self._order(self._later)
+        self._later = None
+
+    def _order(self, give: Callable[[], object]) -> None:
+        """Give the process its order, which it has to answer in time."""
+        self._begun, self._begin_by = False, time.monotonic() + SERVE_S
+        try:
+            give()
+        except ConnectionError:  # the process's exit code tells
+            self._process.kill(0.0)
+        except OSError as error:
+            self._fail(_not_begun(describe(error)))
         else:
             self._ordered = True
-        self._later = None
+
+    def _fail(self, failure: Outcome) -> None:
+        """End the process, and the job with ``failure`` unless another process begins again."""
+        self._failure, self._begin_by = failure, None
+        self._process.kill(0.0)
 
     def _listen(self, timeout_s: float) -> None:
         """Take what the process said, and learn of its end."""
@@ -189,6 +209,10 @@ class WriteJob:
                 self._engine.take_back(self._process, message.inconsiderate)
             elif isinstance(message, Ended):
                 self._failure = Outcome(1, error=message.error)
+            elif isinstance(message, Accepted):
+                self._begun, self._begin_by = True, None
+        if self._begin_by is not None and time.monotonic() > self._begin_by:
+            self._fail(_not_begun(f"it did not begin in {SERVE_S:g} s, at {self.whereabouts()}"))
         if self._outcome is None and exitcode is not None and not self._restarted(exitcode):
             self._end(self._failure or Outcome(exitcode))
 
@@ -196,9 +220,11 @@ class WriteJob:
         """Let another process begin again, if this one was killed and all memory is as it was."""
         again, self._again = self._again, None
         intact = not self._taken or self._whole
+        if self._later is not None or (self._copied and self._begun):
+            return False  # the accelerator's copies are not made, or may have been let go
         if again is None or exitcode >= 0 or not intact:
             return False
-        died = f"the writer ended: {Outcome(exitcode).explain()}"
+        died = f"the writer ended: {(self._failure or Outcome(exitcode)).explain()}"
         try:
             process = again()
         except OSError as error:
@@ -207,7 +233,8 @@ class WriteJob:
             return False
         if process is None:
             return False
-        self._process = process
+        self._process, self._failure = process, None
+        self._ordered, self._begun, self._begin_by = True, False, time.monotonic() + SERVE_S
         say(log.warning, "writer_restarted", f"{died}; another one begins again")
         if self._confirmed:
             self.confirm()
@@ -220,3 +247,7 @@ class WriteJob:
             self._engine.take_back_arena(arena)
         if self._counting is not None:
             self._counting.close()
+
+
+def _not_begun(why: str) -> Outcome:
+    return Outcome(1, error=ChildError(f"its process was killed: {why}", kind=WriterDied.kind))

@@ -35,7 +35,7 @@ from ckptfsm.writers.rank_writer import FilePart, write_rank
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The trainer's first message: ``content`` lies at ``address``.
+    """Asks whether the process serves, first of all and before a job: ``content`` lies at ``address``.
 
     ``imports`` are modules that jobs need beside this package's.
     """
@@ -74,6 +74,11 @@ class Order:
     spans: tuple[Span, ...] = ()
     again: bool = False
     counted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The answer to ``Order``: the job begins now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,7 @@ class Server:
                     for module in message.imports:
                         import_module(module)  # now: the first job would wait for it
                 elif isinstance(message, Order):
+                    channel.send(Accepted())
                     self._begin(message, channel.take_fds())
                 elif isinstance(message, Confirm):
                     self._confirmed.set()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from cli_runs import said
 
 TRAINER = """
@@ -158,6 +159,30 @@ def test_close_waits_for_no_job(tmp_path):
     assert os.listdir(tmp_path / "root/.ckptfsm/readers") == []
 
 
+def supervisor_of(attempt: int) -> int:
+    return int(Path(f"/proc/{attempt}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_process_of_jobs_that_is_stopped_ends_with_its_trainer(tmp_path, killed):
+    """Catches: one that outlives its trainer with its attempt; a close that waits until it has missed
+    its deadline, and kills it without a record."""
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "go")
+    with training(tmp_path, HELD, exit_timeout_s=LIMIT_S) as trainer:
+        trainer.hear("open None")
+        trainer.save(1)
+        _, pid, child = begun(tmp_path)
+        supervisor = supervisor_of(pid)
+        os.kill(supervisor, signal.SIGSTOP)
+        if killed:
+            trainer.kill()
+        else:
+            assert trainer.end() == 0
+        assert is_gone(supervisor) and is_gone(pid) and is_gone(child)
+    assert state(tmp_path, "1.e1.a1") == (("running", 1) if killed else ("waiting", 0))
+
+
 def test_close_drains_the_jobs_if_it_is_told_to(tmp_path):
     with training(tmp_path, "cat {path}/x >> done", jobs_drain_s=LIMIT_S) as trainer:
         trainer.hear("open None")
@@ -175,8 +200,7 @@ def test_F1_a_process_of_jobs_that_is_killed_begins_again(tmp_path):
         trainer.hear("open None")
         trainer.save(1)
         _, pid, _ = begun(tmp_path)
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent, signal.SIGKILL)
+        os.kill(supervisor_of(pid), signal.SIGKILL)
         assert is_gone(pid)
         trainer.hear("jobs_ended")
         trainer.hear("job_tried_again 1")

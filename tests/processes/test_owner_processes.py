@@ -77,9 +77,9 @@ def test_F2_an_owner_that_was_killed_and_not_reaped_is_dead(tmp_path: Path):
 
 
 LATE = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 from pathlib import Path
-from ckptfsm.adapters import spawn
+from ckptfsm.adapters import spawn, tied
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
@@ -89,10 +89,9 @@ root, stopped_at = sys.argv[1:]
 first, _, rest = spawn._START.partition("; from")
 slow = "from ckptfsm.adapters import spawn; spawn._end_with = lambda fd: None"
 spawn._START = first + "; " + slow + "; from" + rest  # it does not see that its trainer is dead
+tied._PR_SET_PDEATHSIG = 0  # so the kernel does not kill the process with us
 engine = WriteEngine(WriteEngineSettings())
-thread = threading.Thread(target=engine.start)  # so the kernel does not kill the process with us
-thread.start()
-thread.join()
+engine.start()
 confirm = WriteJob.confirm
 def die(job):
     while stopped_at == "written" and not list(Path(root).glob(".ckptfsm/staging/*/x")):

@@ -57,6 +57,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "plan_run": "coordinator",
     "receipts": "inspection",
     "shard_file": "rank_writer",
+    "tied": "spawn",
     "prefetch": "image",
     "write_process": "write_engine",
     "write_job": "write_engine",

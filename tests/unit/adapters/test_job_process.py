@@ -37,11 +37,11 @@ def start(tmp_path):
     (tmp_path / "functions_of_jobs.py").write_text(FUNCTIONS)
     made: list[JobProcess] = []
 
-    def started(*program: str, function: str = "", **more: str) -> JobProcess:
+    def started(*program: str, function: str = "", ignored=(), **more: str) -> JobProcess:
         call = Call("/root/iter_0000007", 7, {"loss": 0.5}, program, function)
         imports = [str(tmp_path), *sys.path]
         variables = environment_of_job(os.environ, "/root", more)
-        made.append(JobProcess(call, variables, imports, str(tmp_path)))
+        made.append(JobProcess(call, variables, imports, str(tmp_path), ignored))
         return made[-1]
 
     yield started
@@ -138,6 +138,23 @@ def test_a_closed_output_is_not_watched(start, tmp_path):
     assert process.ended() is None and len(process.watched()) == 1
     (tmp_path / "go").write_text("on\n")
     assert verdict(process) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(40, "killed by signal 40"), (10, "killed by SIGUSR1"), (12, "")]
+)
+def test_an_attempt_hears_signals_but_those_that_are_the_trainers(start, number, said):
+    """Catches: a signal without a name that ends the process of all jobs; a program that cannot be
+    ended; one that a signal to all processes of the trainer's step ends."""
+    assert verdict(start("sh", "-c", f"kill -{number} $$", ignored=[12])) == said
+
+
+@pytest.mark.parametrize("variables", [{"A=B": "1"}, {"": "1"}, {"A": "nul\0"}])
+def test_a_variable_that_no_process_can_have_is_an_error(tmp_path, variables):
+    """Catches: a job that runs with another variable than was meant."""
+    call = Call("/root", 1, {}, ("true",))
+    with pytest.raises(ValueError, match="NUL|no variable"):
+        JobProcess(call, variables, sys.path, str(tmp_path))
 
 
 def test_a_directory_that_is_gone_is_an_error(tmp_path):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -144,12 +145,14 @@ def test_kill_ends_all_it_started(echo):
     assert is_gone(child)
 
 
-def test_a_ctrl_c_at_the_terminal_does_not_reach_it(echo):
-    """Catches: a save that fails because its trainer was asked to end, and went on."""
+def test_a_signal_that_is_meant_for_the_trainer_does_not_end_it(echo):
+    """Catches: a save that fails because its trainer was told to end, or to save."""
     process = echo()
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        os.kill(process.pid, number)  # it does not run yet
     process.send(("session", None))
-    assert answer(process) != os.getsid(0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    assert answer(process) != os.getsid(0), "a Ctrl-C at the terminal"
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         os.kill(process.pid, number)
     process.send(("say", "alive"))
     assert answer(process) == "alive"
@@ -158,12 +161,22 @@ def test_a_ctrl_c_at_the_terminal_does_not_reach_it(echo):
 TRAINER = """
 import os, signal, sys, threading, time
 from ckptfsm.adapters.spawn import Spawned
+from ckptfsm.adapters.tied import TiedProcess
 made = []
+class Long:
+    # a program that asks the kernel for nothing
+    def __init__(self):
+        null = os.open(os.devnull, os.O_RDWR)
+        self.process = TiedProcess(["/bin/sleep", "60"], [null] * 3)
+        self.pid = self.process.pid
 def start():
+    if "program" in sys.argv[1]:
+        made.append(Long())
+        return
     made.append(Spawned("spawned_echo", "main"))
     made[0].send(("say", "here"))
     while not made[0].listen(0.1): pass
-if sys.argv[1] == "thread":
+if "thread" in sys.argv[1]:
     thread = threading.Thread(target=start)
     thread.start()
     while os.path.exists(f"/proc/self/task/{thread.native_id}"): time.sleep(0.01)
@@ -172,7 +185,7 @@ else:
 [process] = made
 if sys.argv[1] == "loader" and os.fork() == 0:
     time.sleep(60)
-if sys.argv[1] == "stopped":
+if "stopped" in sys.argv[1]:
     os.kill(process.pid, signal.SIGSTOP)
 if sys.argv[1] == "thread":
     process.send(("say", "there"))
@@ -182,11 +195,15 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("also", ["alone", "loader", "stopped", "thread"])
+@pytest.mark.parametrize(
+    "also",
+    ["alone", "loader", "stopped", "thread", "stopped_program", "stopped_program_of_thread"],
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_F3_it_ends_with_its_trainer(also, number):
     """Catches: a writer that outlives its trainer, while a forked data loader keeps the socket of that,
-    or while it is stopped; one that ends with the thread that started it."""
+    or while it is stopped, even before its first instruction; one that ends with the thread that
+    started it."""
     path = os.pathsep.join([HERE, *sys.path])
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, also],
@@ -232,6 +249,57 @@ def test_a_process_that_is_stopped_is_named(echo, monkeypatch):
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match="the other process took no message for 1 s"):
         process.send(("say", bytes(4 << 20)))
+
+
+CLOSED = """
+import os, sys
+from ckptfsm.adapters.fork import fork_child
+from ckptfsm.adapters.spawn import Spawned
+for fd in map(int, sys.argv[1:]):
+    os.close(fd)
+process = Spawned("spawned_echo", "main")
+process.send(("say", "here"))
+while not (heard := process.listen(0.1)):
+    assert process.exitcode() is None
+def noisy():
+    for fd in (1, 2):
+        try:
+            os.write(fd, b"noise")
+        except OSError:
+            pass
+    return "written"
+os._exit(0 if heard == ["here"] and fork_child(noisy, keep=(), group=True).wait().succeeded else 1)
+"""
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
+def test_standard_streams_of_the_trainer_may_be_closed(closed):
+    """Catches: a trainer that runs as a daemon, whose writer takes the null device for its trainer, or
+    whose writer's output is taken for its result."""
+    path = os.pathsep.join([HERE, *sys.path])
+    command = [sys.executable, "-c", CLOSED, *closed.split()]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("found", ["", None, "/nonexistent/python", "no thread"])
+def test_a_start_that_fails_is_an_error_of_the_system(monkeypatch, found):
+    """Catches: an error that no caller expects, or none, where the interpreter was replaced, Python is
+    embedded, or a container has no more processes; descriptors that each try leaves open."""
+    before = len(os.listdir("/proc/self/fd"))
+    if found == "no thread":
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+    else:
+        monkeypatch.setattr(sys, "executable", found)
+    with pytest.raises(OSError, match="thread|python|sys.executable"):
+        Spawned(ECHO, "main")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_modules_of_python_come_before_those_of_packages(monkeypatch, tmp_path):

@@ -463,3 +463,15 @@ def test_metrics_and_attempt_are_those_of_the_journal(make):
     assert (work.place / "told").read_text() == "(10, {'loss': 0.25})"
     (record,) = read_records(work.storage)
     assert record.of == AttemptId(10, 1, 1) and record.at.startswith("20")
+
+
+@pytest.mark.parametrize("name", ["A=B", "nul\0"])
+def test_an_error_of_a_job_is_its_own(make, name):
+    """Catches: a job whose settings no process can have, and that ends all others with it."""
+    start, job = make
+    bad = Job(name="bad", command=("true",), environment={name: "1"}, attempts=1)
+    work = start(bad, shell("true", "good"))
+    job.save(10)
+    work.finish()
+    assert work.records == [(10, "bad", "failed", 1), (10, "good", "done", 1)]
+    assert work.words == ["10 bad failed", "10 good done"]

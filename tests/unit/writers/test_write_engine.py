@@ -34,13 +34,21 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Outcome, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
-from ckptfsm.writers import write_engine
+from ckptfsm.writers import write_engine, write_job
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 from ckptfsm.writers.write_job import Reading, WriteJob
-from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word, populate
+from ckptfsm.writers.write_process import (
+    Accepted,
+    Hello,
+    Order,
+    Probe,
+    Taken,
+    _await_word,
+    populate,
+)
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -237,20 +245,25 @@ def kill(process: WriteJob) -> None:
 
 @pytest.fixture
 def dies(monkeypatch):
-    """Makes the next processes die when they have an order, before they read."""
-    left = [0]
-    send = Spawned.send
+    """Makes the next processes die when they have begun a job, before they read."""
+    left, doomed = [0], []
+    send, next_message = Spawned.send, Spawned.next_message
 
-    def last_message(process: Spawned, message: object, fds=()) -> None:
+    def last_message(process: Spawned, message: object, *more, **named) -> None:
         deadly = isinstance(message, Order) and left[0] > 0
         if deadly:
             left[0] -= 1
             os.kill(process.pid, signal.SIGSTOP)
-        send(process, message, fds)
+        send(process, message, *more, **named)
         if deadly:
             os.kill(process.pid, signal.SIGKILL)
+            doomed.append(process)
+
+    def of_the_dead(process: Spawned, timeout_s: float) -> object:
+        return Accepted() if process in doomed else next_message(process, timeout_s)
 
     monkeypatch.setattr(Spawned, "send", last_message)
+    monkeypatch.setattr(Spawned, "next_message", of_the_dead)
     return left
 
 
@@ -372,21 +385,99 @@ def test_F1_a_process_that_dies_between_saves_is_started_anew(engine, storage, r
     assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
 
 
-def test_F1_a_process_that_dies_before_its_order_is_started_anew(
-    engine, storage, root, monkeypatch
-):
-    """Catches: a save that fails because its writer died just before."""
-    used, killed = engine(), []
+def end_before(message: type, how: signal.Signals, times: int, monkeypatch) -> list[Spawned]:
+    """Strike processes with a signal when they are to get such a message. Returns those struck."""
+    struck: list[Spawned] = []
     send = Spawned.send
 
-    def die_first(process: Spawned, message: object, fds=()) -> None:
-        if isinstance(message, Order) and not killed:
-            killed.append(process.kill(WAIT_S))
-        send(process, message, fds)
+    def strike_first(process: Spawned, content: object, *more, **named) -> None:
+        if isinstance(content, message) and len(struck) < times:
+            struck.append(process)
+            os.kill(process.pid, how)
+        send(process, content, *more, **named)
 
-    monkeypatch.setattr(Spawned, "send", die_first)
-    assert isinstance(ends(writer(used, storage, State().part()))[-1], ShardReported)
-    assert killed == [True]
+    monkeypatch.setattr(Spawned, "send", strike_first)
+    return struck
+
+
+def second_save(used: WriteEngine, storage, root: Path, *parts) -> RankWriter:
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    run = writer(used, storage, *parts, of=of)
+    assert isinstance(ends(run)[-1], ShardReported)
+    return run
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("message", [Probe, Order])
+@pytest.mark.parametrize("size", [1, 4 * MIB])
+def test_F1_a_process_that_does_not_serve_has_a_successor(
+    engine, storage, root, monkeypatch, caplog, how, message, size
+):
+    """Catches: a save that fails, or waits until its writer's deadline, because the process died or was
+    stopped while it waited; one that blocks as its order is larger than the socket; two writers."""
+    used = engine(mode="gated")
+    ends(writer(used, storage, State().part()))
+    first, struck = used._process, end_before(message, how, 1, monkeypatch)
+    monkeypatch.setattr(write_engine, "SERVE_S", 15.0)
+    image = image_of("x", [Literal(bytes(size)), *State().part().images[0].pieces])
+    run = second_save(used, storage, root, ImagePart("state", "", (image,)))
+    assert struck == [first] and first.exitcode() == -signal.SIGKILL
+    assert isinstance(run.process, WriteJob) and run.process._process is not first
+    assert [r.event for r in caplog.records] == ["writer_restarted"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_F1_without_a_process_that_serves_the_save_is_forked(
+    engine, storage, root, monkeypatch, caplog, how
+):
+    """Catches: a save that fails with the second process; files of those that are in the fork's way, or
+    two writers at a time."""
+    used, state = engine(mode="eager"), State()
+    ends(writer(used, storage, State().part()))
+    struck = end_before(Order, how, 2, monkeypatch)
+    monkeypatch.setattr(write_engine, "SERVE_S", 6.0)
+    half = root / staging_dir(AttemptId(6, 1, 2)) / "__0_1.distcp"
+    begun = WriteEngine._begun
+
+    def with_a_file(*arguments) -> str:
+        half.write_bytes(b"half")  # of a process that had begun
+        return begun(*arguments)
+
+    monkeypatch.setattr(WriteEngine, "_begun", with_a_file)
+    run = second_save(used, storage, root, state.part())
+    assert isinstance(run.process, Child)
+    assert half.read_bytes() == state.wanted(1)
+    assert [each.exitcode() for each in struck] == [-signal.SIGKILL] * 2
+    assert [r.event for r in caplog.records] == ["writer_restarted", "writer_not_started"]
+
+
+def test_F13_no_writer_begins_beside_one_that_does_not_end(engine, storage, root, monkeypatch):
+    """Catches: two writers of an attempt, where the first is stopped in the kernel."""
+    used = engine(mode="gated")
+    ends(writer(used, storage, State().part()))
+    first = used._process
+    end_before(Order, signal.SIGSTOP, 1, monkeypatch)
+    monkeypatch.setattr(write_engine, "SERVE_S", 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Spawned, "kill", lambda *_: False)
+        with pytest.raises(TimeoutError, match="neither begins nor ends, at"):
+            used(storage, job(State().part()))
+    assert first.kill()
+
+
+@pytest.mark.parametrize("executable", ["", None, "/nonexistent/python"])
+def test_F1_where_no_process_can_be_started_the_save_is_forked(
+    engine, storage, root, monkeypatch, caplog, executable
+):
+    """Catches: a run in which each save fails once its interpreter is gone, or that is embedded."""
+    monkeypatch.setattr(sys, "executable", executable)
+    used = engine()
+    used.warm_up()
+    run = writer(used, storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["writer_not_started"] * 2
 
 
 @pytest.fixture
@@ -427,13 +518,16 @@ def test_F1_a_process_that_does_not_greet_makes_way_for_a_fork(
     engine, storage, root, unheard, monkeypatch, caplog
 ):
     """Catches: a stopped process that holds the save up for long; one that is left behind."""
-    monkeypatch.setattr(write_engine, "_HELLO_S", 0.0)
+    monkeypatch.setattr(write_engine, "SERVE_S", 0.0)
     run = writer(engine(), storage, State().part())
     assert isinstance(run.process, Child)
     assert isinstance(ends(run)[-1], ShardReported)
     [said] = [each for each in caplog.records if each.event == "writer_not_started"]
-    assert "the writer is forked: its process did not start in 0 s" in said.getMessage()
+    assert (
+        "the writer is forked: its process did not start: it does not answer" in said.getMessage()
+    )
     first, second = unheard
+    first.kill()
     assert (first.exitcode(), second.exitcode()) == (-signal.SIGKILL, None), "the next save's"
 
 
@@ -584,7 +678,7 @@ def test_memory_that_the_kernel_promised_and_does_not_give_is_no_end(
         return -1
 
     used = engine(mode="eager")
-    used._greet()
+    used._greet(FAR)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "_MADVISE", refuse)
         run = writer(used, storage, State().part())
@@ -725,25 +819,24 @@ def test_an_arena_is_given_back_though_a_data_loader_has_it(engine, storage, roo
     os.close(inherited)
 
 
-@pytest.mark.parametrize(
-    ("place", "error"), [((Spawned, "send"), TimeoutError), ((Arena, "_copy"), MemoryError)]
-)
-def test_an_arena_of_a_launch_that_fails_is_given_back(
-    engine, storage, root, monkeypatch, place, error
-):
+@pytest.mark.parametrize("place", [(WriteEngine, "_answer"), (Arena, "_copy")])
+def test_an_arena_of_a_launch_that_fails_is_given_back(engine, storage, root, monkeypatch, place):
     """Found by attack. Catches: a copy of the state for each process that was forked between saves,
     after a writer that was stopped and took no order."""
     used = engine(mode="eager")
     ends(writer(used, storage, State().part()))
     inherited = os.dup(used._arena.segment.fileno())
     assert memory_of(inherited) > 6 * MIB
+    call = getattr(*place)
 
-    def fail(*_: object) -> None:
-        raise error
+    def fail(*arguments: object) -> object:
+        if used._arena is None:  # it is the launch's
+            raise MemoryError
+        return call(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(*place, fail)
-        with pytest.raises(error):
+        with pytest.raises(MemoryError):
             used(storage, job(State().part()))
     assert memory_of(inherited) == 0
     os.close(inherited)
@@ -1121,15 +1214,34 @@ def test_an_accelerator_that_hangs_meets_the_deadline(engine, storage):
     assert "its writer missed its deadline at the copy of the accelerator's state" in failed.detail
 
 
-def test_F1_a_process_that_dies_without_its_order_fails_its_save(engine, storage):
-    """Catches: an order to a dead process that ends the agent."""
-    copies = Copies()
-    run = writer(engine(), storage, copied_part(copies))
+def test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save(engine, storage, caplog):
+    """Catches: an order before the accelerator's copies; one to a dead process that ends the agent."""
+    run = writer(engine(), storage, copied_part(Copies()))
     os.kill(pid_of(run), signal.SIGKILL)
-    copies.made = True
     end = ends(run)[-1]
     assert isinstance(end, Failed)
     assert "SIGKILL" in end.detail
+    assert caplog.records == [], "no other one reads memory that has no state yet"
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor(
+    engine, storage, root, monkeypatch, serves
+):
+    """Catches: a save that waits until the writer's deadline for a process which was stopped beside the
+    copies of an accelerator; one that takes a process after the other."""
+    copies = Copies()
+    run = writer(engine(), storage, copied_part(copies))
+    struck = end_before(Order, signal.SIGSTOP, 1 if serves else 2, monkeypatch)
+    monkeypatch.setattr(write_job, "SERVE_S", 5.0 if serves else 0.5)
+    copies.made = True
+    end = ends(run)[-1]
+    assert [each.exitcode() for each in struck] == [-signal.SIGKILL] * len(struck)
+    if serves:
+        assert isinstance(end, ShardReported)
+        assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+    else:
+        assert end.reason == "writer_died" and "it did not begin in 0.5 s, at" in end.detail
 
 
 def test_a_forked_writer_gets_the_memory_of_the_copies(engine, root):
