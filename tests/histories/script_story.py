@@ -227,6 +227,8 @@ class Story:
         for name in self.listed(where):
             if where == "" and name in (layout.PRIVATE, layout.TRACKER):
                 continue
+            if name.startswith(f"{layout.GONE}trial.tmp-"):
+                continue  # an empty directory of an opening that died
             if name.startswith("tracker."):
                 yield "tracker"
                 continue

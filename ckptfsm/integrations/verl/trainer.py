@@ -70,6 +70,7 @@ _WORKER_SETTINGS = (
     "writer_nice",
     "read_twice",
     "common_state",
+    "ranks_disagree",
     "effect_timeout_s",
     "exchange_timeout_s",
 )

@@ -28,7 +28,11 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_a_plain_install_brings_no_torch():
     """Catches: a download of 3 GB for a user who wants the life cycle or the command line."""
-    assert names(PROJECT["dependencies"]) == {"pydantic", "transitions", "xxhash", "tomli"}
+    of_the_command_line = {"typer", "rich"}
+    assert names(PROJECT["dependencies"]) == {
+        *("pydantic", "transitions", "xxhash", "tomli"),
+        *of_the_command_line,
+    }
 
 
 def test_no_extra_holds_back_a_trainers_packages():

@@ -237,8 +237,11 @@ def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine,
 def kill(process: WriteJob) -> None:
     """SIGKILL from outside, as of the kernel out of memory; the process has ended then."""
     pid = process._process.pid
-    watched = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
+    try:
+        watched = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:  # by itself, a moment ago
+        return
     select.select([watched], [], [], WAIT_S)
     os.close(watched)
 
@@ -506,7 +509,7 @@ def test_a_trainer_that_gave_up_its_rights_forks_where_no_process_can_be_started
     run = writer(made, storage, State().part())
     assert isinstance(run.process, Child)
     assert isinstance(ends(run)[-1], ShardReported)
-    assert "no writer process can be started" in caplog.text
+    assert "the writer is forked" in caplog.text
     assert not before.is_open and before.kill(), "it ends with its socket"
 
 
