@@ -334,7 +334,7 @@ class WriteEngine:
     def _begun(self, process: Spawned, order: Order, fds: Sequence[int], deadline: float) -> str:
         """Let the process begin the job. Returns the reason why it did not, or ""."""
         try:
-            process.send(order, fds, max(0.0, deadline - time.monotonic()))
+            process.send(order.packed(), fds, max(0.0, deadline - time.monotonic()))
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
@@ -344,7 +344,7 @@ class WriteEngine:
         return "" if isinstance(answer, Accepted) else problem or f"it answered {answer}"
 
     def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
-        process.send(order, _descriptors(storage, reading))
+        process.send(order.packed(), _descriptors(storage, reading))
 
     def _begin_again(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
         """Another process with the order of one that is dead; None if that has put a receipt.
@@ -357,7 +357,7 @@ class WriteEngine:
             return None
         process = self._spawned()
         try:
-            process.send(replace(order, again=True), _descriptors(storage, reading))
+            process.send(replace(order, again=True).packed(), _descriptors(storage, reading))
         except BaseException:
             process.kill()
             raise

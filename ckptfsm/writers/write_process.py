@@ -14,6 +14,7 @@ import contextlib
 import logging
 import mmap
 import os
+import pickle
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +63,9 @@ class Order:
     ``again``: a process that had this order is dead, and may have left files.
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's.
     ``twice``: read everything again before the trainer may change it.
+
+    The job travels packed, and is unpacked once the order was accepted: a share of a group may import
+    torch then, which takes seconds.
     """
 
     root: str
@@ -74,6 +78,20 @@ class Order:
     spans: tuple[Span, ...] = ()
     again: bool = False
     counted: bool = False
+
+    def packed(self) -> PackedOrder:
+        """The order as it is sent."""
+        return PackedOrder(self.root, pickle.dumps(self), self.segments, self.counted)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOrder:
+    """An ``Order`` on its way, with all that its descriptors are read by."""
+
+    root: str
+    order: bytes
+    segments: int
+    counted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +145,10 @@ class Server:
             for message in messages:
                 if isinstance(message, Probe):
                     channel.send(Hello(self._problem_of(message)))
-                    for module in message.imports:
-                        import_module(module)  # now: the first job would wait for it
-                elif isinstance(message, Order):
+                    threading.Thread(
+                        target=_import_all, args=(message.imports,), daemon=True
+                    ).start()
+                elif isinstance(message, PackedOrder):
                     channel.send(Accepted())
                     self._begin(message, channel.take_fds())
                 elif isinstance(message, Confirm):
@@ -144,14 +163,14 @@ class Server:
             return describe(error)
         return "" if found == probe.content else "another process was read"
 
-    def _begin(self, order: Order, fds: list[int]) -> None:
+    def _begin(self, order: PackedOrder, fds: list[int]) -> None:
         count = SharedCount.of_descriptor(fds.pop()) if order.counted else None
         roots = len(fds) - order.segments
         for fd in fds[:roots]:
             self._keep(order.root, fd)
         segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, order, segments, confirmed, count)
+        work = partial(self._run, order.order, segments, confirmed, count)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -162,13 +181,13 @@ class Server:
 
     def _run(
         self,
-        order: Order,
+        packed: bytes,
         segments: Descriptors,
         confirmed: threading.Event,
         count: SharedCount | None,
     ) -> None:
         try:
-            payload = self._write(order, segments, confirmed, count)
+            payload = self._write(pickle.loads(packed), segments, confirmed, count)
             segments.close()
             if count is not None:
                 count.close()
@@ -216,6 +235,12 @@ class Server:
             self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             populate(self._mapping)
         return memoryview(self._mapping)[:size]
+
+
+def _import_all(modules: tuple[str, ...]) -> None:
+    """Import ahead of the first job, which would wait for it, while orders are taken."""
+    for module in modules:
+        import_module(module)
 
 
 def remove_files(storage: Storage, job: RankJob) -> None:

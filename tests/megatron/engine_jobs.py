@@ -155,8 +155,6 @@ def strike_reader(here: Here, root: str, victim: int, size: int) -> Told:
     with managed(here, root, engine="gated") as manager:
         assert save(manager, here, 1) is None  # the writer process is there
         writers = children() if here.rank == victim else []
-        for pid in writers:
-            os.kill(pid, signal.SIGSTOP)
         handle = manager.save(2, weights.state())
         for pid in writers:
             os.kill(pid, signal.SIGKILL)

@@ -306,6 +306,19 @@ MUTANTS = (
         why="the tracker names a step that lies in the page cache only",
     ),
     mutant(
+        "a-purged-directory-comes-back-without-a-name",
+        "disk.durable:in_directory",
+        "storage.fsync_dir(parent_of(directory))",
+        "",
+        breaks="I7",
+        source="fsync",
+        killers=(
+            "tests:test_durable.py::"
+            "test_F4_a_file_in_a_directory_that_was_purged_survives_power_loss",
+        ),
+        why="a pin is acknowledged, and a power loss takes it with its directory",
+    ),
+    mutant(
         "staging-without-fsync",
         "disk.publishing:Publisher.create_staging",
         "self.storage.fsync_dir(parent_of(directory))  # whoever made it",

@@ -326,6 +326,9 @@ class EpochLease:
     def claim_lock(self) -> None:
         """There is no lock here, only epochs."""
 
+    def keep_young(self) -> None:
+        """No purge comes here."""
+
     def release(self) -> None:
         """No code waits for it here."""
 

@@ -58,6 +58,8 @@ _TESTED_BY = {  # modules that have no test file of their name
     "receipts": "inspection",
     "shard_file": "rank_writer",
     "tied": "spawn",
+    "memory": "refused_calls",
+    "visibility": "rank_writer",
     "prefetch": "image",
     "write_process": "write_engine",
     "write_job": "write_engine",

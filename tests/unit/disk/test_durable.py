@@ -17,6 +17,7 @@ from ckptfsm.core.errors import (
     DamagedRoot,
     StorageError,
 )
+from ckptfsm.core.layout import PINS, PRIVATE
 from ckptfsm.disk import durable
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -270,6 +271,18 @@ def test_F4_made_directories_survive_power_loss():
     durable.make_dirs(SimStorage(disk), "a/b/c")
     disk.crash("all_lost")
     assert SimStorage(disk).stat("a/b/c").kind == "dir"
+
+
+def test_F4_a_file_in_a_directory_that_was_purged_survives_power_loss():
+    """Catches: a directory that is made anew for a pin, and that a power loss takes with the pin."""
+    disk = SimDisk()
+    storage = SimStorage(disk)
+    durable.make_dirs(storage, PINS)
+    storage.rmdir(PINS)
+    storage.fsync_dir(PRIVATE)
+    durable.put(storage, f"{PINS}/5.json", NEW, tag="t")
+    disk.crash("all_lost")
+    assert SimStorage(disk).read(f"{PINS}/5.json", 100) == NEW
 
 
 def test_F16_make_dirs_refuses_a_file_in_its_way(storage, tmp_path):

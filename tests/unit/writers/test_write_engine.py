@@ -43,7 +43,7 @@ from ckptfsm.writers.write_job import Reading, WriteJob
 from ckptfsm.writers.write_process import (
     Accepted,
     Hello,
-    Order,
+    PackedOrder,
     Probe,
     Taken,
     _await_word,
@@ -253,7 +253,7 @@ def dies(monkeypatch):
     send, next_message = Spawned.send, Spawned.next_message
 
     def last_message(process: Spawned, message: object, *more, **named) -> None:
-        deadly = isinstance(message, Order) and left[0] > 0
+        deadly = isinstance(message, PackedOrder) and left[0] > 0
         if deadly:
             left[0] -= 1
             os.kill(process.pid, signal.SIGSTOP)
@@ -412,7 +412,7 @@ def second_save(used: WriteEngine, storage, root: Path, *parts) -> RankWriter:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("message", [Probe, Order])
+@pytest.mark.parametrize("message", [Probe, PackedOrder])
 @pytest.mark.parametrize("size", [1, 4 * MIB])
 def test_F1_a_process_that_does_not_serve_has_a_successor(
     engine, storage, root, monkeypatch, caplog, how, message, size
@@ -438,7 +438,7 @@ def test_F1_without_a_process_that_serves_the_save_is_forked(
     two writers at a time."""
     used, state = engine(mode="eager"), State()
     ends(writer(used, storage, State().part()))
-    struck = end_before(Order, how, 2, monkeypatch)
+    struck = end_before(PackedOrder, how, 2, monkeypatch)
     monkeypatch.setattr(write_engine, "SERVE_S", 6.0)
     half = root / staging_dir(AttemptId(6, 1, 2)) / "__0_1.distcp"
     begun = WriteEngine._begun
@@ -460,7 +460,7 @@ def test_F13_no_writer_begins_beside_one_that_does_not_end(engine, storage, root
     used = engine(mode="gated")
     ends(writer(used, storage, State().part()))
     first = used._process
-    end_before(Order, signal.SIGSTOP, 1, monkeypatch)
+    end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
     monkeypatch.setattr(write_engine, "SERVE_S", 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Spawned, "kill", lambda *_: False)
@@ -1235,7 +1235,7 @@ def test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor(
     copies of an accelerator; one that takes a process after the other."""
     copies = Copies()
     run = writer(engine(), storage, copied_part(copies))
-    struck = end_before(Order, signal.SIGSTOP, 1 if serves else 2, monkeypatch)
+    struck = end_before(PackedOrder, signal.SIGSTOP, 1 if serves else 2, monkeypatch)
     monkeypatch.setattr(write_job, "SERVE_S", 5.0 if serves else 0.5)
     copies.made = True
     end = ends(run)[-1]
