@@ -313,8 +313,7 @@ MUTANTS = (
         breaks="I7",
         source="fsync",
         killers=(
-            "tests:test_durable.py::"
-            "test_F4_a_file_in_a_directory_that_was_purged_survives_power_loss",
+            "tests:test_durable.py::test_F4_a_file_in_a_purged_directory_survives_power_loss",
         ),
         why="a pin is acknowledged, and a power loss takes it with its directory",
     ),

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "storage.fsync_dir(EPOCHS)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
     'fsync_existing(storage, f"{directory}/{name}")': "each call of fsync_tree_files is left out",
+    "storage.fsync_dir(PRIVATE)": "of a renewed epoch; if a power loss takes it, the segment fences",
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
     "self._fsync_names(checkpoint, target, manifest)": "the same",
 }  # the calls that no separate mutant leaves out, and why

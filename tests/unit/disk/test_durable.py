@@ -273,7 +273,7 @@ def test_F4_made_directories_survive_power_loss():
     assert SimStorage(disk).stat("a/b/c").kind == "dir"
 
 
-def test_F4_a_file_in_a_directory_that_was_purged_survives_power_loss():
+def test_F4_a_file_in_a_purged_directory_survives_power_loss():
     """Catches: a directory that is made anew for a pin, and that a power loss takes with the pin."""
     disk = SimDisk()
     storage = SimStorage(disk)
