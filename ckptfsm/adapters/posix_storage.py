@@ -651,14 +651,14 @@ def _require_local_path(root: str) -> None:
     if _URL.match(root):
         raise ConfigError(
             f"the root {root} is a URL, and checkpoints are kept in a directory that all hosts mount: "
-            f"give its path, or ./{root} if a directory has that name",
+            f"give its path, or {os.path.abspath(root)} if a directory has that name",
             root=root,
             reason="url",
         )
     if root[0] in "~$":
         raise ConfigError(
             f"nothing expands {root[0]} in the root {root}: pass it through os.path.expanduser or "
-            f"os.path.expandvars, or give ./{root} if a directory has that name",
+            f"os.path.expandvars, or give {os.path.abspath(root)} if a directory has that name",
             root=root,
             reason="not_expanded",
         )

@@ -41,7 +41,9 @@ def doctor(
     root = place or root
     with opened(root) as storage:
         found = findings_of(storage)
-        if fix and any(each.severity is not Severity.NOTE for each in found):
+        repairs = any(each.severity is not Severity.NOTE for each in found)
+        # An owner elsewhere is a note, and keeps every command out until somebody says that it ended.
+        if fix and (repairs or (found and owner_ended)):
             put(lines_of(found))
             if not yes and not typer.confirm("Open the root and repair it as a start would?"):
                 raise typer.Exit(_status_of(found))

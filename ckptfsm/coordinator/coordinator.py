@@ -108,6 +108,7 @@ log = logging.getLogger("ckptfsm")
 _TRASH_SLICE = 256
 _LOOK_S = 0.5
 _YOUNG_S = 24 * 3600.0  # sites purge what was not changed for weeks
+_YOUNG_AGAIN_S = 3600.0
 _LOST = "the history before it is shorter, and no checkpoint depends on it"
 ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the root back
 
@@ -634,8 +635,9 @@ class Coordinator:
         """Once a day, and after the opening: a chain of short jobs has old files too."""
         now = self._clock.monotonic()
         if now >= self._old_at:
-            self._old_at = now + _YOUNG_S
+            self._old_at = now + _YOUNG_AGAIN_S  # in case of an error
             ownership.keep_young()
+            self._old_at = now + _YOUNG_S
 
     def retry(self) -> None:
         """Retry pending commands now, and again if the trash freed space. Raises fatal errors only."""

@@ -662,7 +662,7 @@ class Engine:
             self.check_epoch()
         except Fenced as fenced:
             raise fenced from error
-        except OSError:
+        except (OSError, CkptFsmError):
             return  # the disk does not say
 
     def append(

@@ -152,6 +152,12 @@ class RootOwnership:
             self.claim_lock()
         if newest_segment(self._storage) < self.epoch:
             raise self.lost()
+        if not self._is_ours():
+            raise Fenced(
+                "another manager took this root over, after its files were deleted",
+                epoch=self.epoch,
+                newer_epoch=self.epoch,
+            )
         for directory in (EPOCHS, JOURNAL, PINS, JOBS):
             for name in list_names(self._storage, directory):
                 _touch(self._storage, f"{directory}/{name}")
@@ -165,10 +171,15 @@ class RootOwnership:
     def release(self) -> None:
         """Let go of the root: another manager in the same process may open it now."""
         try:
-            if newest_epoch(self._storage) == self.epoch:
+            if newest_epoch(self._storage) == self.epoch and self._is_ours():
                 self._say_released()
         finally:
             self.drop()
+
+    def _is_ours(self) -> bool:
+        """False once another has our epoch, which was given out anew after its file was deleted."""
+        holder = _known_holder(self._storage, self.epoch)
+        return holder is None or holder.nonce == self._identity.nonce
 
     def _say_released(self) -> None:
         holder = _holder(self._identity, self.epoch, released=True)

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.adapters.abilities import required
@@ -29,7 +30,7 @@ from ckptfsm.core.layout import (
     is_given_up,
 )
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup
+from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup, make_dir
 
 _DEPTH = 64
 
@@ -69,14 +70,21 @@ def require_rename(storage: Storage, tag: str) -> None:
     an entry of the trash. ``tag`` is unique to the process.
     """
     made = f"{TRASH}/{GONE}trial{TEMPORARY}{tag}"
-    storage.mkdir(made)
+    moved = f"{made}.moved"
+    make_dir(storage, made)
     try:
         with required("rename of directories", storage.root):
-            storage.rename(made, f"{made}.moved")
+            storage.rename(made, moved)
     except ConfigError:
         storage.rmdir(made)
         raise
-    storage.rmdir(f"{made}.moved")
+    except FileNotFoundError:
+        if (
+            lookup(storage, moved) is None
+        ):  # else a repeated request: NFS answers the first one twice
+            raise
+    with contextlib.suppress(FileNotFoundError):  # the same
+        storage.rmdir(moved)
 
 
 def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:

@@ -237,6 +237,22 @@ def test_a_purged_epoch_file_is_made_anew():
         begun(disk, "second")
 
 
+def test_I9_an_epoch_that_was_given_out_twice_stays_its_last_owners():
+    """Catches: a job whose files were deleted, and that overwrites those of a successor."""
+    disk = SimDisk()
+    first = begun(disk, "first")
+    files = SimStorage(disk, "purge")
+    for name in (f"{JOURNAL}/{segment_name(1)}", f"{EPOCHS}/{epoch_name(1)}", LOCK):
+        files.unlink(name)
+    second = begun(disk, "second")
+    assert (first.epoch, second.epoch) == (1, 1)
+    with pytest.raises(Fenced, match="after its files were deleted"):
+        first.keep_young()
+    first.release()
+    holder = read_holder(files, 1)
+    assert (holder.nonce, holder.released) == ("second", False)
+
+
 def test_I9_a_purged_epoch_file_does_not_weaken_the_fence():
     """Catches: a zombie that makes its epoch anew, and goes on beside its successor."""
     disk = SimDisk()

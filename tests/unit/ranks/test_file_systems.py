@@ -17,7 +17,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.trash import require_rename
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
-from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead
 
 CONFIG = make_config(QUICK)
@@ -71,6 +71,17 @@ def test_F2_a_kill_in_the_trial_leaves_nothing(number: int, tmp_path: Path) -> N
     manager = Manager(fake_ports(tmp_path), CONFIG)
     assert not manager.recovery.decisions and not manager.recovery.warnings
     manager.close()
+    assert not list((tmp_path / TRASH).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(0, errno.EEXIST), (1, errno.ENOENT), (2, errno.ENOENT)]
+)
+def test_F8_a_request_of_the_trial_that_nfs_repeats_is_no_error(number, code, tmp_path: Path):
+    """Catches: a start that is refused because an answer was lost, and the repeat found it done."""
+    Manager(fake_ports(tmp_path), CONFIG).close()
+    storage = FaultStorage(PosixStorage(tmp_path), after=fail_at(number, code))
+    require_rename(storage, "1-2-repeated")
     assert not list((tmp_path / TRASH).iterdir())
 
 
