@@ -68,26 +68,27 @@ class Channel:
     def send(self, message: Any, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
         """Send a message, and duplicates of ``fds``; None waits for the other end.
 
-        Raises ``OSError`` if the other end is closed, or has not taken the message in time. The rest of
-        the message is lost then, and no other one can be sent.
+        Raises ``OSError`` if the other end is closed, or takes nothing for ``timeout_s``; all of a large
+        message takes longer. The rest of the message is lost then, and no other one can be sent.
         """
         body = pickle.dumps(message)
-        frame = memoryview(_LENGTH.pack(len(body)) + body)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        frames = [memoryview(_LENGTH.pack(len(body))), memoryview(body)]  # not joined: a copy
         # socket.send_fds ignores its flags
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         with self._sending:
-            while len(frame):
+            moved_at = time.monotonic()
+            while frames:
                 try:
-                    sent = self._end.sendmsg([frame], extra, socket.MSG_DONTWAIT)
+                    sent = self._end.sendmsg(frames, extra, socket.MSG_DONTWAIT)
                 except BlockingIOError as error:
-                    left = None if deadline is None else deadline - time.monotonic()
+                    left = None if timeout_s is None else moved_at + timeout_s - time.monotonic()
                     if left is not None and left <= 0:
                         said = f"the other process took no message for {timeout_s:g} s"
                         raise TimeoutError(errno.ETIMEDOUT, said) from error
                     wait_for(self._end.fileno(), left, select.POLLOUT)
                 else:
-                    frame, extra = frame[sent:], []  # descriptors travel with the first byte
+                    frames, extra = _rest(frames, sent), []  # descriptors go with the first byte
+                    moved_at = time.monotonic()
 
     def receive(self, timeout_s: float | None) -> tuple[bool, list[Any]]:
         """Everything that has arrived; None waits for something.
@@ -135,12 +136,27 @@ class Channel:
             del self._data[:end]
         return messages
 
+    def shut_down(self) -> None:
+        """End the stream for all who share it: a forked data loader may have the socket, too."""
+        with contextlib.suppress(OSError):  # it was closed before
+            self._end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._end.close()
 
 
 def _user() -> tuple[int, int]:
     return os.geteuid(), os.getegid()
+
+
+def _rest(frames: Sequence[memoryview], sent: int) -> list[memoryview]:
+    """The frames without their first ``sent`` bytes."""
+    rest = []
+    for frame in frames:
+        if sent < len(frame):
+            rest.append(frame[sent:])
+        sent = max(0, sent - len(frame))
+    return rest
 
 
 class Spawned:
@@ -196,6 +212,8 @@ class Spawned:
             timeout_s = 0.0 if self._heard else timeout_s
             self._open, messages = self._channel.receive(timeout_s)
             self._heard += messages
+        elif not self._heard and timeout_s > 0:  # nothing comes any more but its end
+            self._process.wait(timeout_s)
         heard, self._heard = self._heard, []
         return heard
 
@@ -234,6 +252,8 @@ class Spawned:
 
     def close(self) -> None:
         """Let go of the socket: a process that waits for a message ends."""
+        if os.getpid() == self._owner:
+            self._channel.shut_down()
         self._channel.close()
         self._open = False
 

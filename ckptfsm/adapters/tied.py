@@ -91,7 +91,12 @@ class TiedProcess:
         self._error: OSError | None = None
         words = [_word(word) for word in command]
         variables = _variables(os.environ if environment is None else environment)
-        fds = _moved([*inherited, os.open(cwd, os.O_PATH | os.O_CLOEXEC)], len(inherited))
+        if not os.access(
+            cwd, os.X_OK
+        ):  # the child cannot tell: it would run where its starter does
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), cwd)
+        place = os.open(cwd, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        fds = _moved([*inherited, place], len(inherited))
         work = words, variables, fds, end
         thread = threading.Thread(target=self._live, args=work, daemon=True, name="ckptfsm-child")
         try:
@@ -122,8 +127,11 @@ class TiedProcess:
         try:
             self.pid = _launched(words, variables, fds, end)
             watched = self._watched()
-        except OSError as error:
-            self._error = error
+        except Exception as error:  # MemoryError, for one
+            if isinstance(error, OSError):
+                self._error = error
+            else:
+                self._error = OSError(errno.EAGAIN, repr(error))
             return
         finally:
             _close(fds)

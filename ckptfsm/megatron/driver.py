@@ -18,6 +18,7 @@ from typing import Any
 import megatron.core
 import xxhash
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
@@ -333,7 +334,9 @@ def refuse_newer(name: str, directory: str) -> None:
 def refuse_misfits(name: str, values: Sequence[Any]) -> None:
     """Raise ``RestoreFailed`` if a tensor to be filled is not whole in this rank's memory (local)."""
     for value in values:
-        said = misfit(value.data)
+        said = (
+            "" if isinstance(value, ShardedObject) else misfit(value.data)
+        )  # replaced, not filled
         if said:
             raise RestoreFailed(
                 f"part {name!r}: key {value.key!r}, of type {type(value.data).__name__}, cannot be "

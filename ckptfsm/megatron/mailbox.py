@@ -332,7 +332,10 @@ def _addresses(hosts: Sequence[str]) -> list[str]:
 
 def _is_distant(address: str) -> bool:
     """True if another host may reach this address."""
-    found = ipaddress.ip_address(address)
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:  # of a name service: the other ranks wait in an exchange, so no error
+        return False
     return not (found.is_loopback or found.is_link_local or found.is_unspecified)
 
 
@@ -351,10 +354,10 @@ def _listening(hosts: Iterable[str]) -> socket.socket:
 
 def _within(work: Callable[[], T], seconds: float) -> T | None:
     """The result of ``work``; None if there is none in time: a thread is then left behind."""
-    executor = ThreadExecutor()
-    pending = executor.submit(work)
-    executor.shutdown()
     try:
+        executor = ThreadExecutor()
+        pending = executor.submit(work)
+        executor.shutdown()
         return pending.result(seconds)
-    except FutureTimeout:
+    except (FutureTimeout, RuntimeError, OSError):  # also without a thread: the other ranks wait
         return None

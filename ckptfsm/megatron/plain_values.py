@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, cast
 
+import numpy as np
 import torch
 import xxhash
 
@@ -62,6 +63,8 @@ class _NormalForm:
 
     def _of(self, value: Any) -> bytes:
         kind = type(value)
+        if kind in (bytes, bytearray):
+            return kind.__name__.encode() + xxhash.xxh3_128_digest(value)
         if kind in _SCALARS:
             return f"{kind.__name__} {value!r}".encode("utf-8", "surrogatepass")
         known = self._known.get(id(value))
@@ -81,6 +84,8 @@ class _NormalForm:
             return _joined(b"set", sorted(self._of(each) for each in value))
         if isinstance(value, torch.Tensor):
             return _tensor(value)
+        if kind is np.ndarray and not value.dtype.hasobject:
+            return _array(value)
         if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
             return _name_of(value)
         return self._taken_apart(value)
@@ -119,6 +124,13 @@ def _tensor(value: torch.Tensor) -> bytes:
         return form + repr(value.item()).encode()
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return form + xxhash.xxh3_128_digest(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _array(value: np.ndarray) -> bytes:
+    """The type, the shape and the bytes of an array, in the order of its places."""
+    form = f"array {value.dtype.descr} {value.shape} ".encode()
+    plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return form + xxhash.xxh3_128_digest(cast(Any, plain))
 
 
 def _name_of(named: Any) -> bytes:

@@ -88,7 +88,7 @@ class ReadBack:
         leaves: list[tuple[str, Any]] = []
         _take_apart("", state, leaves, part)
         for place, value in leaves:
-            said = misfit(value.data) if isinstance(value, ShardedBase) else ""
+            said = misfit(value.data) if _is_written(value) else ""
             if said:
                 raise _refusal(
                     part, [Found(f"{place} (key {value.key!r})", value.data, Misfit(said))]
@@ -97,7 +97,7 @@ class ReadBack:
         objects = [
             (f"{place} (object {value.key!r})", value.data)
             for place, value in leaves
-            if isinstance(value, ShardedObject) and is_main_replica(value.replica_id)
+            if isinstance(value, ShardedObject) and _is_written(value)
         ]
         common_reader = load_object if self._common_in_shard else self._load_common
         self._check(part, plain, common, common_reader)
@@ -147,6 +147,15 @@ def load_object(file: IO[bytes]) -> Any:
     return planner.state_dict[_KEY]
 
 
+def _is_written(value: Any) -> bool:
+    """True for a sharded value that this rank writes, or has to have. Nobody writes other replicas'
+    objects, which may be empty.
+    """
+    if isinstance(value, ShardedObject):
+        return bool(is_main_replica(value.replica_id))
+    return isinstance(value, ShardedBase)
+
+
 class Probe:
     """A class that no safe global names."""
 
@@ -180,12 +189,18 @@ class _Pickler(pickle.Pickler):
     """Leaves plain tensors out, for every loader takes them. Raises ``Misfit`` for a misfit."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
+            raise Misfit(
+                "megatron-core finds it in dicts and lists only, and would save rank 0's for all: take "
+                "it out of the tuple or object"
+            )
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         said = misfit(value)
         if said:
             raise Misfit(said)
-        more = value.__dict__ or value._backward_hooks or value.is_mkldnn
+        special = type(value) not in (torch.Tensor, torch.nn.Parameter)
+        more = special or value.__dict__ or value._backward_hooks or value.is_mkldnn
         return NotImplemented if more else (torch.Size, ((),))
 
 
@@ -235,7 +250,11 @@ def misfit(value: Any) -> str:
     """
     if not isinstance(value, torch.Tensor) or is_float8tensor(value):
         return ""
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if torch.nn.parameter.is_lazy(value):
+        return "it is not initialized: run the module once"
+    # a parameter of another class has its values in a plain tensor all the same
+    plain = value.detach() if isinstance(value, torch.nn.Parameter) else value
+    if type(plain) not in (torch.Tensor, torch.nn.Parameter):
         return f"its values are not in a plain tensor: {_WAYS.get(type(value).__name__, _PLAIN)}"
     if value.is_meta:
         return "it is on the meta device and has no values: materialize it first"

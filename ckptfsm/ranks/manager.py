@@ -135,8 +135,13 @@ class Manager(Session):
         """
         step = proposals[0].step
         try:
+            if (
+                self.config.ranks_disagree == "warn"
+            ):  # now, for each is named once, refused save or not
+                self._take_differences(step, differences)
             request = agree(proposals)
-            self._take_differences(step, differences)
+            if self.config.ranks_disagree == "refuse":
+                self._take_differences(step, differences)
             planned = self._merged(proposals)
             of = self._client.ask(Coordinator.request, request)
         except DeadlineExceeded as error:

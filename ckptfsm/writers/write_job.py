@@ -178,7 +178,7 @@ class WriteJob:
 
     def _order(self, give: Callable[[], object]) -> None:
         """Give the process its order, which it has to answer in time."""
-        self._begun, self._begin_by = False, time.monotonic() + SERVE_S
+        self._begun = False
         try:
             give()
         except ConnectionError:  # the process's exit code tells
@@ -186,7 +186,7 @@ class WriteJob:
         except OSError as error:
             self._fail(_not_begun(describe(error)))
         else:
-            self._ordered = True
+            self._ordered, self._begin_by = True, time.monotonic() + SERVE_S
 
     def _fail(self, failure: Outcome) -> None:
         """End the process, and the job with ``failure`` unless another process begins again."""
@@ -200,6 +200,7 @@ class WriteJob:
         self._order_when_copied()
         if self._later is not None:
             timeout_s = min(timeout_s, _COPY_LOOK_S)
+        late = self._begin_by is not None and time.monotonic() > self._begin_by
         exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
             if isinstance(message, Taken):
@@ -211,7 +212,7 @@ class WriteJob:
                 self._failure = Outcome(1, error=message.error)
             elif isinstance(message, Accepted):
                 self._begun, self._begin_by = True, None
-        if self._begin_by is not None and time.monotonic() > self._begin_by:
+        if late and self._begin_by is not None:
             self._fail(_not_begun(f"it did not begin in {SERVE_S:g} s, at {self.whereabouts()}"))
         if self._outcome is None and exitcode is not None and not self._restarted(exitcode):
             self._end(self._failure or Outcome(exitcode))
@@ -232,6 +233,9 @@ class WriteJob:
             say(log.warning, "writer_not_started", said, error=describe(error))
             return False
         if process is None:
+            return False
+        if self.killed:  # meanwhile, by the engine's end
+            process.kill(0.0)
             return False
         self._process, self._failure = process, None
         self._ordered, self._begun, self._begin_by = True, False, time.monotonic() + SERVE_S

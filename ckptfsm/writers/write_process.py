@@ -170,7 +170,7 @@ class Server:
             self._keep(order.root, fd)
         segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, order.order, segments, confirmed, count)
+        work = partial(self._run, [order.order], segments, confirmed, count)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -181,13 +181,13 @@ class Server:
 
     def _run(
         self,
-        packed: bytes,
+        packed: list[bytes],
         segments: Descriptors,
         confirmed: threading.Event,
         count: SharedCount | None,
     ) -> None:
         try:
-            payload = self._write(pickle.loads(packed), segments, confirmed, count)
+            payload = self._write(pickle.loads(packed.pop()), segments, confirmed, count)
             segments.close()
             if count is not None:
                 count.close()

@@ -30,7 +30,7 @@ from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.core.errors import RestoreFailed, SaveRefused
 from ckptfsm.megatron import read_back
 from ckptfsm.megatron.compat import process_group
-from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.megatron.driver import MegatronDriver, refuse_misfits
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 
 pytestmark = pytest.mark.megatron
@@ -208,6 +208,47 @@ def test_I12_a_tensor_that_is_not_whole_is_refused(kind: str, where: str) -> Non
         if where == "shard":
             with pytest.raises(RestoreFailed, match="'k'"):
                 MegatronDriver(0, 1).survey({"state": state(x=place)}, {"state": ""}, ())
+
+
+@pytest.mark.parametrize("anything", [False, True])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda one: (one, 1),
+        lambda one: Progress(one),
+        lambda one: (LocalNonpersistentObject(1),),
+    ],
+)
+def test_I12_a_sharded_value_that_megatron_core_does_not_find_is_refused(
+    hidden: Any, anything: bool
+) -> None:
+    """Catches: rank 0's shard that is saved for all ranks, also where the loader takes any class."""
+    one = ShardedTensor.from_rank_offsets("v", torch.ones(2))
+    with process_group():
+        driver = MegatronDriver(0, 1, common_in_shard=anything)
+        with pytest.raises(SaveRefused, match="out of the tuple or object"):
+            driver.draft({"state": state(x=hidden(one))})
+
+
+class OwnParameter(torch.nn.Parameter):
+    """A parameter that a trainer tells from others by its class."""
+
+
+def test_I12_a_parameter_of_another_class_has_its_values_in_a_plain_tensor(tmp_path: Path) -> None:
+    """Catches: a model with parameters of its own kind, none of which can be saved any more."""
+    one = OwnParameter(torch.arange(4.0))
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, {"w": ShardedTensor.from_rank_offsets("w", one)}).wait()
+        found = manager.restore({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))})
+    assert torch.equal(found.state["w"], torch.arange(4.0))
+
+
+def test_I12_objects_that_nobody_writes_or_fills_may_be_empty() -> None:
+    """Catches: a replica's object, or one of a template, that is refused for want of values."""
+    empty = torch.ones(4, device="meta")
+    with process_group():
+        draft(x=ShardedObject("k", empty, (1,), (0,), replica_id=1))
+        refuse_misfits("state", [ShardedObject("k", empty, (1,), (0,))])
 
 
 def test_I12_a_distributed_tensor_has_its_way_out() -> None:

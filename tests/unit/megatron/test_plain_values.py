@@ -131,3 +131,11 @@ def test_a_value_that_cannot_be_pickled_is_left_to_the_writer():
     assert of(Lock()) == of(Lock())
     assert of([Lock(), 1])
     assert of(torch.zeros(2, device="meta")) == of(torch.zeros(2, device="meta"))
+
+
+def test_arrays_are_compared_by_their_values() -> None:
+    """Catches: an array that differs by the order of its bytes in memory alone, or not by its values."""
+    array = np.arange(6.0).reshape(2, 3)
+    assert of(array) == of(np.asfortranarray(array)) == of(array[:])
+    others = [array + 1, array.reshape(3, 2), array.astype(np.float32)]
+    assert all(of(other) != of(array) for other in others)
