@@ -91,11 +91,10 @@ class TiedProcess:
         self._error: OSError | None = None
         words = [_word(word) for word in command]
         variables = _variables(os.environ if environment is None else environment)
-        if not os.access(
-            cwd, os.X_OK
-        ):  # the child cannot tell: it would run where its starter does
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), cwd)
         place = os.open(cwd, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not os.access(cwd, os.X_OK):  # the child cannot tell, and would run elsewhere
+            os.close(place)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), cwd)
         fds = _moved([*inherited, place], len(inherited))
         work = words, variables, fds, end
         thread = threading.Thread(target=self._live, args=work, daemon=True, name="ckptfsm-child")

@@ -201,7 +201,7 @@ MUTANTS = (
     mutant(
         "an-order-that-nobody-takes-waits-for-ever",
         "writers.write_job:WriteJob._listen",
-        "if self._begin_by is not None and time.monotonic() > self._begin_by:",
+        "if late and self._begin_by is not None:",
         "if False:",
         breaks="I10",
         source="F1",
