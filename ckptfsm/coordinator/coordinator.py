@@ -108,7 +108,7 @@ log = logging.getLogger("ckptfsm")
 _TRASH_SLICE = 256
 _LOOK_S = 0.5
 _YOUNG_S = 24 * 3600.0  # sites purge what was not changed for weeks
-_YOUNG_AGAIN_S = 3600.0
+_YOUNG_AGAIN_S = 3600.0  # after the opening, and after an error
 _LOST = "the history before it is shorter, and no checkpoint depends on it"
 ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the root back
 
@@ -159,7 +159,8 @@ class Coordinator:
         self._verified: AttemptId | None = None
         self._inbox: Inbox | None = None
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
-        self._tick_at = self._inbox_at = self._old_at = 0.0
+        self._tick_at = self._inbox_at = 0.0
+        self._old_at = clock.monotonic() + _YOUNG_AGAIN_S
         self._idle_at_last_tick = True
 
     @property
@@ -632,7 +633,7 @@ class Coordinator:
         self._serve_inbox()
 
     def _keep_young(self, ownership: RootOwnership) -> None:
-        """Once a day, and after the opening: a chain of short jobs has old files too."""
+        """Once a day, and an hour after the opening: a chain of jobs has old files too."""
         now = self._clock.monotonic()
         if now >= self._old_at:
             self._old_at = now + _YOUNG_AGAIN_S  # in case of an error
