@@ -6,41 +6,6 @@ from mutants.loader import mutant
 
 MUTANTS = (
     mutant(
-        "segments-are-folded-before-the-new-one-is-durable",
-        "coordinator.engine:Engine.begin",
-        "self.ledger = history.ledger\nself._run_base, self._opened_at",
-        "self.fold(history)\nself.ledger = history.ledger\nself._run_base, self._opened_at",
-        (
-            "disk.journal:folded",
-            'return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]',
-            (
-                "gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
-                'return [f"{JOURNAL}/{segment_name(e)}" for e in gone]'
-            ),
-        ),
-        ("disk.journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
-        breaks="I8",
-        source="order",
-        killers=(
-            "tests:test_journal_folding.py::test_I8_a_crash_at_any_call_of_a_fold_loses_nothing",
-        ),
-        why="after a crash the newest journal segment names segments that are gone",
-    ),
-    mutant(
-        "segments-are-folded-one-opening-too-early",
-        "disk.journal:folded",
-        'return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]',
-        "gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
-        'return [f"{JOURNAL}/{segment_name(e)}" for e in gone]',
-        ("disk.journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
-        breaks="I8",
-        source="order",
-        killers=(
-            "tests:test_journal_folding.py::test_I8_the_segment_before_the_newest_can_still_be_read",
-        ),
-        why="where the newest is torn, the one before is read, and names segments that are gone",
-    ),
-    mutant(
         "receipts-counted-without-fsync",
         "coordinator.coordinator:Coordinator._from_receipts",
         'self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")',
