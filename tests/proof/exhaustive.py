@@ -308,7 +308,7 @@ def run(budget: Budget) -> LayerResult:
     To stop at the first violation, every scope is first searched a little: most bugs are near.
     """
     result = LayerResult("exhaustive search")
-    limit = budget.pick(pr=50_000, nightly=150_000, release=150_000)
+    limit = budget.pick(pr=65_000, nightly=150_000, release=150_000)
     scopes = {"sample": SAMPLE, "pr": SCOPES}.get(budget.profile, (*SCOPES, *WIDER))
     names = [scope.name for scope in scopes]
     found: list[Found] = []
