@@ -160,6 +160,7 @@ def test_a_signal_that_is_meant_for_the_trainer_does_not_end_it(echo):
 
 TRAINER = """
 import os, signal, sys, threading, time
+signal.alarm(90)  # its test may be gone before it reads the pid
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.adapters.tied import TiedProcess
 made = []
