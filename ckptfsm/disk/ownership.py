@@ -90,7 +90,7 @@ class RootOwnership:
 
     def _fenced(self, newer: int) -> Fenced:
         said = "a newer manager took this root over"
-        if newer < self.epoch:  # all epochs were forgotten, and given out anew
+        if newer <= self.epoch:  # all epochs were forgotten, and given out anew
             said = "another manager took this root over, after its files were deleted"
         return Fenced(said, epoch=self.epoch, newer_epoch=newer)
 
@@ -153,11 +153,7 @@ class RootOwnership:
         if newest_segment(self._storage) < self.epoch:
             raise self.lost()
         if not self._is_ours():
-            raise Fenced(
-                "another manager took this root over, after its files were deleted",
-                epoch=self.epoch,
-                newer_epoch=self.epoch,
-            )
+            raise self._fenced(self.epoch)
         for directory in (EPOCHS, JOURNAL, PINS, JOBS):
             for name in list_names(self._storage, directory):
                 _touch(self._storage, f"{directory}/{name}")
