@@ -348,12 +348,11 @@ class Scenario:
         self._judge_end(newest)
 
     def _in_the_way(self) -> int:
-        """How many steps a save in place may be refused at, for half-written files there."""
+        """How many steps a save in place may be refused at, for half-written or damaged files there."""
         if self.layout != "foreign":
             return 0
         there = self.site.world.disk.snapshot()
-        names = [path for path in there if MEGATRON.parse_published(path) is not None]
-        return sum(f"{name}/{MANIFEST}" not in there for name in names)
+        return sum(MEGATRON.parse_published(path) is not None for path in there)
 
     def _last_job(self, script: list[Op]) -> Job | None:
         """A job on a sound machine. None if no step that was in use is left whole."""

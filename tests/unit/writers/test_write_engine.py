@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 from refused_reads import refuse_reads
@@ -322,11 +323,13 @@ def test_a_writer_that_was_given_up_does_not_begin_again(engine, storage, root, 
     assert process._process.pid == pid
     dies[0] = 1
     late = engine(mode="gated")(storage, job(State().part()))
-    late._process.kill, kept = (lambda timeout_s: False), late._process  # it is not gone in time
+    late._process.kill = lambda timeout_s: False  # it is not gone in time
+    late._again = Mock(return_value=None)
+    started = late._again
     assert not late.kill(0.0)
     kill(late)
     assert late.poll() == Outcome(-signal.SIGKILL)
-    assert late._process is kept
+    started.assert_not_called()
 
 
 def test_F1_files_in_place_are_not_removed_for_a_new_writer(engine, storage, root, dies):
