@@ -41,6 +41,7 @@ import xxhash
 from ckptfsm.adapters.abilities import required
 from ckptfsm.adapters.memory import NO_SUCH_CALL
 from ckptfsm.core.errors import ConfigError, StorageError, describe
+from ckptfsm.core.layout import LAYOUTS, MANIFEST, PRIVATE, TRACKER
 from ckptfsm.core.ports import FileKind, FileStat
 
 DIGEST_PREFIX = "xxh3_128:"
@@ -664,6 +665,29 @@ def _require_local_path(root: str) -> None:
         )
 
 
+def refuse_checkpoint(root: str) -> None:
+    """Refuse a root that is the directory of a checkpoint, or lies in one or in a private directory.
+
+    A root there would begin at zero, and go when retention deletes the checkpoint. Raises
+    ``ConfigError``.
+    """
+    _require_local_path(root)
+    place = os.path.realpath(root)
+    while (above := os.path.dirname(place)) != place:
+        name = os.path.basename(place)
+        marks = [f"{place}/{MANIFEST}"]
+        if any(layout.is_published(name) for layout in LAYOUTS.values()):
+            marks += [f"{above}/{TRACKER}", f"{above}/{PRIVATE}"]
+        if name == PRIVATE or any(map(os.path.lexists, marks)):
+            raise ConfigError(
+                f"the root {root} is a checkpoint of the root {above}, or lies in one: give that root, "
+                f"or a directory outside {place}",
+                root=root,
+                reason="in_a_checkpoint",
+            )
+        place = above
+
+
 def _make_durable_dirs(root: str) -> None:
     """Create ``root`` and its missing parents, each fsynced in its parent."""
     missing: list[str] = []
@@ -718,4 +742,5 @@ class OpenPosix:
     root: str
 
     def __call__(self, create: bool) -> PosixStorage:
+        refuse_checkpoint(self.root)
         return PosixStorage(self.root, create=create)

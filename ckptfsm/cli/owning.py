@@ -11,7 +11,7 @@ import typer
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.errors import RootBusy
 from ckptfsm.core.evidence import Ownership
@@ -36,7 +36,7 @@ def owned(
     Raises ``RootBusy`` if the owner lives, or may live on another host, and ``ConfigError`` if only a
     trainer can complete a save.
     """
-    storage = PosixStorage(root, create=False)
+    storage = OpenPosix(str(root))(create=False)
     try:
         owner = owner_of(storage)
         if owner.ownership is Ownership.ELSEWHERE and not ended:

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
 from ckptfsm.cli.changing import Wait, ask
 from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
+from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened, opened_directory
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.documents import Asked
@@ -77,7 +77,7 @@ def adopt(
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
-        with opened(given.parent) as storage:
+        with opened_directory(given.parent) as storage:
             judge(storage, layout, given.name, found)
         if makes:
             _make(root, layout)
@@ -113,7 +113,7 @@ def _refuse_outside(given: Path, inside: Path, name: Path) -> None:
 
 def _make(root: Path, layout: Layout) -> None:
     """Make a root without a checkpoint. After a crash it is empty, or such a root."""
-    PosixStorage(root).close_root()
+    OpenPosix(str(root))(create=True).close_root()
     with owned(root, layout=layout):
         put([clean(f"a new root: {root}")])
 

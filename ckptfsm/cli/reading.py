@@ -12,7 +12,7 @@ import typer
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.garbage import collection_paused
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.posix_storage import PosixStorage, refuse_checkpoint
 from ckptfsm.cli.terminal import console, folded, put, put_json
 from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError
 from ckptfsm.core.evidence import Ownership
@@ -73,8 +73,16 @@ def add_to(app: typer.Typer) -> None:
 
 @contextmanager
 def opened(root: Path) -> Iterator[Storage]:
-    """The storage of a root that exists, for reading."""
-    storage = PosixStorage(root, create=False)
+    """The storage of a root that exists, for reading. Raises ``ConfigError`` for a checkpoint."""
+    refuse_checkpoint(str(root))
+    with opened_directory(root) as storage:
+        yield storage
+
+
+@contextmanager
+def opened_directory(place: Path) -> Iterator[Storage]:
+    """The storage of a directory that exists, for reading: a root, or what holds a copy."""
+    storage = PosixStorage(place, create=False)
     try:
         yield storage
     finally:

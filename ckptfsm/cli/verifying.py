@@ -22,7 +22,16 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened, step_or_root
+from ckptfsm.cli.reading import (
+    HERE,
+    RUNBOOK,
+    Json,
+    Place,
+    Root,
+    opened,
+    opened_directory,
+    step_or_root,
+)
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import JournalCorrupt, StepNotFoundError
@@ -108,7 +117,7 @@ def _verify_copy(place: Path, share: float, json: bool) -> None:
     """Verify one directory. No journal is asked: its manifest alone says what has to be there."""
     place = place.resolve()
     layout = layout_of_names([place.name])
-    with opened(place.parent) as storage, _progress() as progress:
+    with opened_directory(place.parent) as storage, _progress() as progress:
         began = time.monotonic()
         watched = _Watched(_choice(share), progress, place.name)
         named = layout.parse_published(place.name)

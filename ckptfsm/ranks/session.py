@@ -16,7 +16,6 @@ import logging
 import operator
 import signal
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ class Session:
             self._unwatch_signals()
             raise
         if self.rank == 0:
-            warn_at_end(self, _left_in_flight, weakref.ref(self))
+            warn_at_end(self, _left_in_flight, self._participant)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """A block in which signal handlers wait, for calls that belong together (local).
@@ -673,18 +672,13 @@ def _may_close(view: View) -> bool:
     return view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())
 
 
-def _left_in_flight(reference: weakref.ref[Session]) -> str:
-    """The warning at the end of a program that never closed its manager, or "" (F28)."""
-    owner = reference()
-    busy = (
-        owner._participant.view.in_flight
-        if owner is not None and not owner._participant.closed
-        else None
-    )
+def _left_in_flight(participant: Participant) -> str:
+    """The warning at the end of a manager that was never closed, or "" (F28)."""
+    busy = None if participant.closed else participant.view.in_flight
     if busy is None:
         return ""
     return (
-        f"the program ends while the save of step {busy.step} is in flight, and close() was not called: "
+        f"the save of step {busy.step} is in flight, and its manager ends without close(): "
         "nothing tracks it any more, the next start decides"
     )
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from ckptfsm.core.config import CheckpointConfig, make_config
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.events import Event
-from ckptfsm.core.layout import MANIFEST, MEGATRON
+from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms

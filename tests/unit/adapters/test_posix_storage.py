@@ -23,8 +23,9 @@ import pytest
 import xxhash
 
 from ckptfsm.adapters import posix_storage
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
 from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.layout import MANIFEST, PRIVATE, TRACKER
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, Storage
 from ckptfsm.disk.durable import put, write_all
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at, pause_at
@@ -1197,3 +1198,30 @@ def test_F4_the_real_disk_is_really_asked(tmp_path, monkeypatch):
     storage.fsync_dir("")
     assert synced == [str(tmp_path / "file"), str(tmp_path / "inner"), str(tmp_path)]
     storage.close_root()
+
+
+@pytest.mark.parametrize(
+    ("mark", "place"),
+    [
+        (f"iter_0000040/{MANIFEST}", "iter_0000040"),
+        (f"iter_0000040/{MANIFEST}", "iter_0000040/run"),
+        (f"copy/{MANIFEST}", "copy"),
+        (TRACKER, "iter_0000040"),  # of a stock trainer, or half-written
+        (TRACKER, "global_step_40/actor"),
+        (f"{PRIVATE}/lock", "iter_0000040"),
+        (f"{PRIVATE}/lock", f"{PRIVATE}/run"),
+        (f"iter_0000040/{MANIFEST}", "link/run"),
+    ],
+)
+def test_a_root_in_a_checkpoint_is_refused(tmp_path: Path, mark: str, place: str) -> None:
+    """Catches: a step's directory given as the root: a run from zero in it, pruned with the step."""
+    (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / mark).touch()
+    (tmp_path / "link").symlink_to("iter_0000040")
+    before = sorted(tmp_path.rglob("*"))
+    for create in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            OpenPosix(str(tmp_path / place))(create)
+        assert caught.value.reason == "in_a_checkpoint"
+    assert sorted(tmp_path.rglob("*")) == before
+    OpenPosix(str(tmp_path / "beside"))(True).close_root()

@@ -507,7 +507,7 @@ def test_the_root_may_be_the_last_argument(command, tmp_path, capsys, monkeypatc
     ("arguments", "status", "words"),
     (
         (("ls", "-r", "{root}/none"), 2, "the root does not exist"),
-        (("doctor", "-r", "{root}/iter_0000010/.ckptfsm"), 2, "this is no root"),
+        (("doctor", "-r", "{root}/iter_0000010"), 2, "is a checkpoint of the root"),
         (("show", "99", "-r", "{root}"), 2, "no step 99"),
         (("explain", "-r", "{root}"), 2, "give a step, or --resume"),
         (("explain", "x", "-r", "{root}"), 2, "x"),
