@@ -14,7 +14,7 @@ from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.megatron.gate import Gate
+from ckptfsm.megatron.gate import Gate, Promise
 from ckptfsm.megatron.mailbox import mailbox_of
 from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
@@ -59,7 +59,8 @@ class CheckpointManager(Manager, Gate):
         opener = open_storage or OpenPosix(os.fspath(root))
         given = open_storage is not None and config.engine == "auto"
         self._engine = engine = None if given else engine_of(config)
-        ports = ports_of(config, opener, staging, engine)
+        self._promise = Promise()
+        ports = ports_of(config, opener, staging, engine, self._promise)
         if engine is not None:
             engine.warm_up()  # before the root is opened: a Ctrl-C here would keep it busy
         super().__init__(ports, config, hooks)
@@ -93,10 +94,11 @@ def ports_of(
     open_storage: Callable[[bool], Storage],
     staging: OffloadHook | None = None,
     engine: WriteEngine | None = None,
+    promise: Promise | None = None,
 ) -> Ports:
     """The real ports of one rank: torch.distributed, megatron-core, and a writer.
 
-    Without an ``engine``, writers are forked.
+    Without an ``engine``, writers are forked. ``promise``: what waits for ``before_update``.
     """
     transport = transport_of(config)
     in_shard = config.common_state == "auto" and keeps_common_in_shard()
@@ -108,6 +110,7 @@ def ports_of(
         common_in_shard=in_shard,
         images=engine is not None,
         copies=copies,
+        promise=promise,
     )
     mailbox = partial(mailbox_of, transport, config.exchange_timeout_s)
     ports = system_ports(transport, driver, open_storage, staging, engine, mailbox)

@@ -300,8 +300,8 @@ class StateCopy:
         self._owner, self._device, self._arena = owner, device, arena
         self.host_copied = False
         self._used = 0
-        self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watched: list[tuple[str, torch.Tensor, int]] = []
         self._problem = ""
         self._event: Event | None = None
@@ -314,19 +314,19 @@ class StateCopy:
         self._used += _room(value)
         return self._arena.view(start, value)
 
-    def add(self, name: str, value: torch.Tensor, room: torch.Tensor, *, small: bool) -> None:
-        """Copy a tensor into its room. A small one may be changed as soon as ``start`` returns."""
-        (self._small if small else self._large).append((value, room))
-        if not small:
+    def add(self, name: str, value: torch.Tensor, room: torch.Tensor, *, first: bool) -> None:
+        """Copy a tensor into its room. One of the ``first`` may be changed once ``start`` returns."""
+        (self._first if first else self._others).append((value, room))
+        if not first:
             self._watched.append((name, value, version_of(value)))
 
     def start(self) -> None:
         """Begin the copies. Raises the accelerator's error."""
-        if self._small:
-            self._copy(self._small).hold_updates()
-        if self._large:
-            self._copy(self._large)
-        self._small, self._large = [], []
+        if self._first:
+            self._copy(self._first).hold_updates()
+        if self._others:
+            self._copy(self._others)
+        self._first, self._others = [], []
 
     def _copy(self, pairs: Pairs) -> Event:
         self._event = event = self._device.copy(pairs)

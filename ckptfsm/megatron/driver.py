@@ -33,6 +33,7 @@ from ckptfsm.megatron.compat import process_group
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
+from ckptfsm.megatron.gate import Promise
 from ckptfsm.megatron.image_part import Held, stage_images
 from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
@@ -82,6 +83,7 @@ class MegatronDraft:
     common_in_shard: bool
     templates: Templates | None
     copies: DeviceCopies
+    promise: Promise
     held: Held = field(default_factory=Held)
 
     def stage(
@@ -91,6 +93,7 @@ class MegatronDraft:
         forked = any(spec.kind == "foreign" for spec in specs)
         templates = None if forked else self.templates
         if templates is not None:
+            self.held.promised = self.promise.storages()
             self.held.device = self.copies.begin(self._values_of(specs, drafts))
         jobs: list[PartJob] = []
         for spec in specs:
@@ -144,7 +147,8 @@ class MegatronDriver:
     ``ranks``: the number of ranks that save together.
     ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
     from 0.19 on. ``images``: stage for a writer that reads the trainer's memory, not for a fork.
-    ``copies`` are those of an accelerator's state, made for such a writer.
+    ``copies`` are those of an accelerator's state, made for such a writer. ``promise`` tells the memory
+    that such a writer may read after ``save``.
     """
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
@@ -158,6 +162,7 @@ class MegatronDriver:
         common_in_shard: bool = False,
         images: bool = False,
         copies: DeviceCopies | None = None,
+        promise: Promise | None = None,
     ) -> None:
         self._rank, self._ranks = rank, ranks
         self._planner = Plans(files, common_in_shard)
@@ -165,6 +170,7 @@ class MegatronDriver:
         self._common_in_shard = common_in_shard
         self._templates = Templates() if images else None
         self._copies = copies or DeviceCopies()
+        self._promise = promise or Promise()
         self._sent = ""
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
@@ -201,6 +207,7 @@ class MegatronDriver:
             self._common_in_shard,
             self._templates,
             self._copies,
+            self._promise,
         )
 
     def _summary_of(self, drafts: Sequence[PartDraft]) -> tuple[bytes, str]:

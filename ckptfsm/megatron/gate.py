@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
+
+from ckptfsm.megatron.shared_memory import tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
+
+
+class Promise:
+    """The memory that the trainer changes only after ``before_update`` has returned.
+
+    ``everything`` once the trainer said so. Otherwise the memory of the attached optimizers: nothing
+    is known of the rest of the state, as of an EMA or the buffers of a BatchNorm.
+    """
+
+    def __init__(self) -> None:
+        self.everything = False
+        self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._attached = False
+
+    def attach(self, optimizer: torch.optim.Optimizer, hook: Any) -> None:
+        self._hooks[optimizer], self._attached = hook, True
+
+    def storages(self) -> frozenset[int] | None:
+        """The addresses of the storages that are promised; None for all of them."""
+        if self.everything or not self._attached:
+            return None  # without any promise, the engine reads nothing behind ``save``
+        waiting = (each for each, hook in self._hooks.items() if hook.id in hook.hooks_dict_ref())
+        tensors = (tensor for each in waiting for tensor in tensors_of(each))
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 class Gate(ABC):
     """Base of the classes that have ``before_update``. Without an engine, writers are forked."""
 
     _engine: WriteEngine | None
+    _promise: Promise
 
     @abstractmethod
     def before_update(self) -> None:
@@ -21,17 +50,24 @@ class Gate(ABC):
         """Call ``before_update`` before each step of a torch optimizer (local).
 
         ``optimizer`` is a ``torch.optim.Optimizer``; of one that wraps others, attach the inner ones.
-        Returns torch's handle: its ``remove`` undoes this. See ``expect_gate``.
+        With ``engine="auto"`` or ``"gated"``, the writer then reads the optimizer's parameters and state
+        while the trainer goes on. All other tensors of a save are copied before ``save`` returns, as
+        nothing is known of their changes. Returns torch's handle: its ``remove`` undoes this. See
+        ``expect_gate``.
         """
-        self.expect_gate()
-        return optimizer.register_step_pre_hook(self._before_step)
+        handle = optimizer.register_step_pre_hook(self._before_step)
+        self._promise.attach(optimizer, handle)
+        if self._engine is not None:
+            self._engine.expect_gate()
+        return handle
 
     def expect_gate(self) -> None:
         """Promise to call ``before_update`` before each change of the state (local).
 
         With ``engine="auto"`` or ``"gated"``, the writer then reads the state of later saves while the
-        trainer goes on. Without the promise, ``save`` returns once the state was copied or read.
+        trainer goes on. Without a promise, ``save`` returns once the state was copied or read.
         """
+        self._promise.everything = True
         if self._engine is not None:
             self._engine.expect_gate()
 

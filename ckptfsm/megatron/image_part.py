@@ -36,20 +36,30 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Held:
-    """Tensors with memory that is read after staging, their names, addresses and versions."""
+    """Tensors with memory that is read after staging, their names, addresses and versions.
 
+    ``promised`` are the storages that stay as they are until the gate; None for all of them.
+    """
+
+    promised: frozenset[int] | None = None
     tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
     copies: list[torch.Tensor] = field(default_factory=list)
     device: StateCopy | None = None
     gone: bool = False
 
+    def may_change(self, tensor: torch.Tensor) -> bool:
+        """True if nobody promised that this tensor of the trainer stays until the gate."""
+        return (
+            self.promised is not None and tensor.untyped_storage().data_ptr() not in self.promised
+        )
+
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
-        """Keep ``read``. True if the trainer's tensor has its memory, and is watched then."""
+        """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""
         memory = trainers.untyped_storage()
         lent = trainers.device.type == "cpu" and (
             memory.data_ptr() <= read.data_ptr() < memory.data_ptr() + memory.nbytes()
         )
-        if lent:
+        if lent and not self.may_change(trainers):
             self.tensors.append((name, trainers, trainers.data_ptr(), version_of(trainers)))
         self.copies.append(read)
         return lent
@@ -133,12 +143,13 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     address, size = host.untyped_storage().data_ptr(), template.data_bytes
     data: Piece
     if held.device is not None and room is not None:
-        held.device.add(name, value, room, small=size < SMALL_BYTES)
+        held.device.add(name, value, room, first=size < SMALL_BYTES or held.may_change(value))
         data = Memory(address, size, lent=False)
     elif size < SMALL_BYTES:
         data = Copied(ctypes.string_at(address, size))
     else:
-        data = Memory(address, size, lent=held.add(name, value, host))
+        lent = held.add(name, value, host)
+        data = Memory(address, size, lent=lent, early=lent and held.may_change(value))
     return [Literal(template.head), data, Tail(template.tail, template.patch)]
 
 

@@ -62,11 +62,13 @@ class Memory(Sent):
     """``size`` bytes of the trainer at ``address``: the data of one tensor.
 
     ``lent``: the trainer can change them; it cannot if they are a copy that was made for the save.
+    ``early``: it may do so as soon as ``save`` has returned, without a gate.
     """
 
     address: int
     size: int
     lent: bool = True
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,6 +48,13 @@ def ranges_of(parts: Iterable[FromImages], *, lent_only: bool = False) -> list[R
             found.append(Range(address, size))
             end = address + size
     return found
+
+
+def early_of(parts: Iterable[FromImages], ranges: Sequence[Range]) -> list[Range]:
+    """Those of the ``ranges``, sorted, with memory that may change before a gate."""
+    starts = [each.address for each in ranges]
+    early = (piece for part in parts for piece in memory_of(part) if piece.early)
+    return sorted({ranges[bisect_right(starts, piece.address) - 1] for piece in early})
 
 
 class Arena:

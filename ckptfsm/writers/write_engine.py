@@ -64,7 +64,7 @@ from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
-from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
+from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, frozen, ranges_of
 from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, Reading, WriteJob
 from ckptfsm.writers.write_process import Accepted, Hello, Order, Probe, remove_files
 
@@ -226,27 +226,28 @@ class WriteEngine:
         lent = ranges_of(parts, lent_only=True)
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
         # check afterwards finds every change: many are not counted, or end before the first reading.
-        eager = bool(lent) and not self._gate
+        early = early_of(parts, lent) if self._gate else lent
         images = [image for part in parts for turn in part.turns for image in turn]
         needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
-        copied = lent if eager and self._settings.mode != "gated" else []
+        copied = early if self._gate or self._settings.mode != "gated" else []
         if self._refused:
             if copying_of(parts) is not None:  # a fork waits for an accelerator's copies
                 return None
-            copied = [each for each in ranges if eager or not self._is_lent(each)]
+            changing = set(early)
+            copied = [each for each in ranges if each in changing or not self._is_lent(each)]
         if copied:
-            reading = self._from_arena(copied, ranges, buffers)
+            reading = self._from_arena(copied, ranges, lent, buffers)
             if reading is not None or self._refused:
                 return reading
-        if eager and not copied:
+        if early and not copied:
             said = (
                 "save waits until the writer has read the state: attach(optimizer), or expect_gate(), "
                 "promises that the state does not change before before_update() returns"
             )
             self._say_once("gate_not_promised", said)
         segments = self._segments_of(ranges)
-        return Reading(buffers, lent=bool(lent), segments=segments, must_wait=eager)
+        return Reading(buffers, lent=bool(lent), segments=segments, must_wait=bool(early))
 
     def _new_count(self) -> Segment | None:
         """A segment for the count of written bytes. A save goes on without one."""
@@ -261,9 +262,13 @@ class WriteEngine:
         return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
 
     def _from_arena(
-        self, copied: Sequence[Range], ranges: Sequence[Range], buffers: int
+        self,
+        copied: Sequence[Range],
+        ranges: Sequence[Range],
+        lent: Sequence[Range],
+        buffers: int,
     ) -> Reading | None:
-        """Copy some of the ranges. The trainer cannot change the others, or they lie in segments."""
+        """Copy some of the ranges. Those that are ``lent`` and not copied wait for the gate."""
         size = arena_bytes(copied)
         for killed in [each for each in self._running if each.killed]:
             killed.give_arena_back()
@@ -293,9 +298,10 @@ class WriteEngine:
             said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
             self._say_once("engine_refused", said, reason=self._refused)
         others = sorted(set(ranges).difference(copied))
+        kept = set(others).intersection(lent)
         return Reading(
             buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
-            lent=any(map(self._is_lent, others)),
+            lent=bool(kept),
             segments=self._segments_of(others),
             arena=arena,
             whole=not others,
@@ -430,8 +436,8 @@ class WriteEngine:
         say(log.warning, "writer_not_started", said)
 
     def _affords(self, more: int) -> bool:
-        """False if, in the mode ``auto``, a copy would take too much of the free memory."""
-        if self._settings.mode != "auto" or more <= 0:
+        """False if a copy would take too much of the free memory; not asked in the mode ``eager``."""
+        if self._settings.mode == "eager" or more <= 0:
             return True
         limit = int(self._settings.free_bytes() * _FREE_SHARE / ranks_of_this_host())
         if more <= limit:

@@ -166,6 +166,24 @@ def test_a_small_tensor_may_change_in_the_forward_pass(trainers, fake):
     trainer.assert_saved(1)
 
 
+def test_what_no_optimizer_owns_may_change_after_a_save(trainers, device):
+    """Catches: an average of the weights on a device, torn by a change before the optimizer's step."""
+    trainer = trainers(device)
+    large = torch.nn.Parameter(trainer.large)  # the same memory
+    optimizer = torch.optim.SGD([large], lr=0.1)
+    trainer.manager.attach(optimizer)
+    average = torch.zeros(LARGE, device=large.device)
+    trainer.save(1, average=average)
+    device.run(batches=1)  # the small tensors, and the average
+    device.launch(lambda: average.add_(1))
+    trainer.manager.before_update()
+    device.run()
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
+    template = {"average": ShardedTensor.from_rank_offsets("average", torch.ones(LARGE))}
+    assert torch.equal(trainer.manager.restore(template).state["average"], torch.zeros(LARGE))
+
+
 def test_a_change_before_the_gate_fails_the_save(trainers, fake):
     """Catches: a torn checkpoint that counts, of a trainer without ``before_update``."""
     trainer = trainers(fake, engine="gated", on_failure="raise")

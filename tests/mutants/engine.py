@@ -461,6 +461,18 @@ MUTANTS = (
         why="the attempt's space is given back while another process writes",
     ),
     mutant(
+        "an-average-that-nobody-promised",
+        "writers.write_engine:WriteEngine._reading",
+        "early_of(parts, lent) if self._gate else lent",
+        "[] if self._gate else lent",
+        breaks="I5",
+        source="order",
+        killers=(
+            "tests:test_write_engine.py::test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns",
+        ),
+        why="memory that no attached optimizer owns is read while the trainer changes it",
+    ),
+    mutant(
         "an-order-before-the-accelerators-copy",
         "writers.write_job:WriteJob._order_when_copied",
         "if copying is not None and not copying.done():\n    return",

@@ -36,7 +36,7 @@ def test_an_update_runs_behind_the_copies(device):
     tensor = device.tensor(LARGE)
     copy = copies.begin([tensor])
     room = copy.room_for(tensor)
-    copy.add("w", tensor, room, small=False)
+    copy.add("w", tensor, room, first=False)
     copy.start()
     copy.order_updates()
     device.launch(lambda: tensor.add_(1))
@@ -53,7 +53,7 @@ def test_an_arena_that_is_still_read_is_not_filled(fake):
     tensor = fake.tensor(LARGE)
     first = copies.begin([tensor])
     room = first.room_for(tensor)
-    first.add("w", tensor, room, small=False)
+    first.add("w", tensor, room, first=False)
     first.start()
     assert copies.begin([tensor]) is None, "the accelerator still fills it"
     fake.run()
@@ -73,7 +73,7 @@ def test_an_arena_under_copies_is_not_unpinned(fake):
     copies = DeviceCopies(fake.find, lambda: 1 << 40)
     tensor = fake.tensor(LARGE)
     copy = copies.begin([tensor])
-    copy.add("w", tensor, copy.room_for(tensor), small=False)
+    copy.add("w", tensor, copy.room_for(tensor), first=False)
     copy.start()
     del copy
     copies.close()
@@ -116,7 +116,7 @@ def copy_of(device, tensor: torch.Tensor) -> torch.Tensor | None:
     copy = copies.begin([tensor])
     room = copy.room_for(tensor) if copy is not None else None
     if room is not None:
-        copy.add("w", tensor, room, small=False)
+        copy.add("w", tensor, room, first=False)
         copy.start()
         device.run()
     return room
@@ -240,7 +240,7 @@ def test_cuda_copies_into_pinned_pages():
     copies = DeviceCopies()
     copy = copies.begin([tensor])
     room = copy.room_for(tensor)
-    copy.add("w", tensor, room, small=False)
+    copy.add("w", tensor, room, first=False)
     copy.start()
     copy.order_updates()
     wanted = tensor.cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,3 +65,61 @@ def test_a_gated_save_without_a_promise_says_so_once(tmp_path: Path, caplog):
         manager.attach(optimizer)
         manager.save(3, state(weight))
         assert not manager._participant.reports.writer.must_wait
+
+
+def wait_for_process(manager: CheckpointManager) -> None:
+    """On a slow machine, a save that does not wait is forked."""
+    assert manager._engine._greet(time.monotonic() + 60)
+
+
+def is_lent(manager: CheckpointManager) -> bool:
+    """True if the process of the save in flight reads memory of the trainer behind ``save``."""
+    return manager._participant.reports.writer.process._lent
+
+
+@pytest.mark.parametrize("engine", ["auto", "gated"])
+def test_what_no_optimizer_owns_may_change_behind_a_save(tmp_path: Path, engine):
+    """Catches: an average of the weights, or a buffer of a BatchNorm, that is torn by a change before
+    the optimizer's next step; a save that fails for a change which nobody promised to hold back."""
+    weight, ema = torch.nn.Parameter(torch.rand(SIZE)), torch.nn.Parameter(torch.rand(SIZE))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def both() -> dict[str, ShardedTensor]:
+        return state(weight) | {"ema": ShardedTensor.from_rank_offsets("ema", ema.detach())}
+
+    with CheckpointManager(tmp_path / "root", engine=engine) as manager:
+        wait_for_process(manager)
+        hook = manager.attach(optimizer)
+        for step, change in enumerate(CHANGES.values(), start=1):
+            wanted = [each.detach().clone() for each in (weight, ema)]
+            handle = manager.save(step, both())
+            assert is_lent(manager)  # the weight
+            change(ema)
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            handle.wait()
+            kept = (weight.detach().clone(), ema.detach().clone())
+            found = manager.restore(both(), step=step).state
+            assert torch.equal(found["w"], wanted[0]) and torch.equal(found["ema"], wanted[1])
+            weight.data, ema.data = kept
+
+        hook.remove()
+        manager.save(step + 1, both())
+        assert not is_lent(manager)
+        manager.wait_until_finished()
+
+
+def test_a_trainer_that_promises_all_of_its_state_has_nothing_copied(tmp_path: Path):
+    """Catches: a copy of the whole state for a trainer that calls ``before_update`` itself."""
+    weight, other = torch.nn.Parameter(torch.rand(SIZE)), torch.rand(SIZE)
+    with CheckpointManager(tmp_path / "root") as manager:
+        wait_for_process(manager)
+        manager.attach(torch.optim.SGD([weight], lr=0.1))  # the optimizer is gone at once
+        manager.save(1, state(other))
+        assert not is_lent(manager)
+        manager.before_update()
+        manager.expect_gate()
+        manager.save(2, state(other))
+        assert is_lent(manager)
+        manager.before_update()
+        manager.wait_until_finished()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,11 +70,22 @@ class State:
         ]
         self.living.append(self)
 
-    def part(self, name: str = "state", files: str = "__0", *, lent: bool = True) -> ImagePart:
+    def part(
+        self,
+        name: str = "state",
+        files: str = "__0",
+        *,
+        lent: bool = True,
+        early: Collection[int] = (),
+    ) -> ImagePart:
         images = [
             image_of(
                 f"{files}_{i}.distcp",
-                [Literal(b"head"), Memory(ctypes.addressof(b), len(b), lent), Literal(b"t")],
+                [
+                    Literal(b"head"),
+                    Memory(ctypes.addressof(b), len(b), lent, early=i in early),
+                    Literal(b"t"),
+                ],
             )
             for i, b in enumerate(self.buffers)
         ]
@@ -182,6 +194,25 @@ def test_a_gated_save_holds_no_copy_until_all_is_read(engine, storage, root):
     ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
     ends(run)
     assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
+@pytest.mark.parametrize("free", [1 << 40, 0])
+def test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns(
+    engine, storage, root, free
+):
+    """Catches: a torn file of an average that is updated before the gate."""
+    state = State(size=20 * MIB)
+    wanted = state.wanted(1)
+    used = engine(mode="gated", buffer_bytes=8 * MIB, free_bytes=lambda: free)
+    run = writer(used, storage, state.part(early=[1]))
+    assert run.process.must_wait == (not free)  # no memory for a copy: the trainer waits
+    if run.process.must_wait:
+        run.process.await_copy(WAIT_S)
+    ctypes.memset(state.buffers[1], 0, len(state.buffers[1]))
+    assert run.process._lent  # the other tensor
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == state.wanted(0)
+    assert (root / LOCATION / "__0_1.distcp").read_bytes() == wanted
 
 
 def test_a_state_that_changed_too_early_leaves_no_receipt(engine, storage, root):
