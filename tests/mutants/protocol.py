@@ -514,7 +514,7 @@ FENCES = (
     mutant(
         "a-zombie-renews-its-epoch",
         "disk.ownership:RootOwnership._renew_epoch",
-        "segment > self.epoch",
+        "newest > self.epoch",
         "False",
         breaks="I9",
         source="fencing",
@@ -524,11 +524,26 @@ FENCES = (
     mutant(
         "nobody-is-fenced",
         "disk.ownership:RootOwnership.check",
-        "elif newest != self.epoch:",
-        "elif False:",
+        'newest not in (0, self.epoch) or found not in (None, "", self._identity.nonce)',
+        "False",
+        (
+            "disk.ownership:RootOwnership.check",
+            "if found is None:",
+            "if newest == 0:",
+        ),
         breaks="I9",
         source="fencing",
         killers=("simulation",),
+    ),
+    mutant(
+        "an-epoch-that-was-given-out-twice-fences-nobody",
+        "disk.ownership:RootOwnership.check",
+        'found not in (None, "", self._identity.nonce)',
+        "False",
+        breaks="I9",
+        source="fencing",
+        killers=("tests:test_ownership.py",),
+        why="the number is the older job's too, once all of .ckptfsm was deleted under it",
     ),
     mutant(
         "finalize-is-not-fenced",
