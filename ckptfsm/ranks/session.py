@@ -204,6 +204,11 @@ class Session:
             f"{d.subject} is left alone: {d.why}" for d in decisions if d.result is Result.REPORTED
         ]
         notes += [
+            f"{d.subject} goes to quarantine: {d.why}"
+            for d in decisions
+            if d.result is Result.QUARANTINED
+        ]
+        notes += [
             f"{d.subject} was in flight ({d.last}) when the last run ended, and is lost: {d.why}"
             for d in decisions
             if d.result is Result.FAILED
