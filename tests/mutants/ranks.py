@@ -522,6 +522,18 @@ FIELD = (
         why="the first start fails on hosts that have cached that there is no root",
     ),
     mutant(
+        "a-trees-directory-is-looked-for-once",
+        "writers.plain_files:at_path",
+        "made = visibility.of_directories(storage)",
+        "made = storage",
+        breaks="F9",
+        source="F9",
+        killers=(
+            "tests:test_shared_root.py::test_F9_a_trees_directory_that_another_rank_made_is_waited_for",
+        ),
+        why="the save fails where two hosts make the directory of a part at the same moment",
+    ),
+    mutant(
         "what-is-not-seen-yet-is-lost",
         "ranks.restoring:Restorer._sizes",
         "self.config.visibility_timeout_s if self.transport.rank else 0.0",
