@@ -147,7 +147,7 @@ class PosixStorage:
         """
         text = os.fspath(root)
         _require_local_path(text)
-        self.root = os.path.abspath(text)
+        self.root = _absolute(text)
         if create:
             _make_durable_dirs(self.root)
         self._use(_open_root(self.root))
@@ -672,7 +672,7 @@ def refuse_checkpoint(root: str) -> None:
     ``ConfigError``.
     """
     _require_local_path(root)
-    place = os.path.realpath(root)
+    place = os.path.realpath(_absolute(root))
     while (above := os.path.dirname(place)) != place:
         name = os.path.basename(place)
         marks = [f"{place}/{MANIFEST}"]
@@ -686,6 +686,18 @@ def refuse_checkpoint(root: str) -> None:
                 reason="in_a_checkpoint",
             )
         place = above
+
+
+def _absolute(root: str) -> str:
+    try:
+        return os.path.abspath(root)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the working directory of this process was deleted, so the root {root} is nowhere: give an "
+            "absolute path, or start in a directory that is there",
+            root=root,
+            reason="no_working_directory",
+        ) from None
 
 
 def _make_durable_dirs(root: str) -> None:

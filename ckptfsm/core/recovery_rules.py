@@ -30,6 +30,7 @@ from ckptfsm.core.events import (
     WriteTracker,
 )
 from ckptfsm.core.evidence import (
+    ANOTHER_MANIFEST,
     PublishedEvidence,
     StagingEvidence,
     TrackerEvidence,
@@ -206,6 +207,13 @@ def _not_whole(facts: Facts) -> str:
     return why_not_whole(facts.checkpoint, facts.there) + lies
 
 
+def _why_it_leaves_again(facts: Facts) -> str:
+    there = facts.there
+    if there is None or there.found != "manifest" or is_whole(facts.checkpoint, there):
+        return "withdrawn before"
+    return f"{ANOTHER_MANIFEST}. If it is to be used all the same: ckptfsm quarantine restore"
+
+
 # ------------------------------------------------------------------------------------------ rules
 
 
@@ -358,7 +366,7 @@ RULES: Final[tuple[Rule, ...]] = (
         is_there,
         Result.QUARANTINED,
         (Quarantine,),
-        "withdrawn before",
+        _why_it_leaves_again,
     ),
     Rule(
         "moved_aside",

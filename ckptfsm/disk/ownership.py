@@ -81,12 +81,16 @@ class RootOwnership:
         return f"{self.epoch}-{self._identity.pid}-{self._identity.nonce[:12]}"
 
     def check(self) -> None:
-        """Raise ``Fenced`` if a newer epoch exists, ``RootLost`` if the files are gone that tell."""
+        """Raise ``Fenced`` if the newest epoch is another's, ``RootLost`` if nothing tells whose it is.
+
+        The number alone does not tell: once all files were deleted, it is given out anew.
+        """
         newest = newest_epoch(self._storage)
-        if newest == 0:
-            self._renew_epoch()
-        elif newest != self.epoch:
+        found = self._nonce_found() if newest == self.epoch else None
+        if newest not in (0, self.epoch) or found not in (None, "", self._identity.nonce):
             raise self._fenced(newest)
+        if found is None:  # none was listed, or ours was removed since: a listing may be old
+            self._renew_epoch()
 
     def _fenced(self, newer: int) -> Fenced:
         said = "a newer manager took this root over"
@@ -102,8 +106,9 @@ class RootOwnership:
         """
         storage = self._storage
         segment = newest_segment(storage)
-        if segment > self.epoch:
-            raise self._fenced(segment)
+        newest = max(newest_epoch(storage), segment)
+        if newest > self.epoch:
+            raise self._fenced(newest)
         if segment < self.epoch:
             raise self.lost()
         self._lock_again()
@@ -145,15 +150,14 @@ class RootOwnership:
     def keep_young(self) -> None:
         """Give the files that are written once a new time: a purge by age takes what is old.
 
-        Raises ``RootLost`` if the journal of this run is gone.
+        Raises as ``check``, and ``RootLost`` if the journal of this run is gone.
         """
         if lookup(self._storage, LOCK) is None:
             self._let_lock_go()
             self.claim_lock()
         if newest_segment(self._storage) < self.epoch:
             raise self.lost()
-        if not self._is_ours():
-            raise self._fenced(self.epoch)
+        self.check()
         for directory in (EPOCHS, JOURNAL, PINS, JOBS):
             for name in list_names(self._storage, directory):
                 _touch(self._storage, f"{directory}/{name}")
@@ -167,15 +171,21 @@ class RootOwnership:
     def release(self) -> None:
         """Let go of the root: another manager in the same process may open it now."""
         try:
-            if newest_epoch(self._storage) == self.epoch and self._is_ours():
+            ours = newest_epoch(self._storage) == self.epoch
+            if ours and self._nonce_found() in (None, "", self._identity.nonce):
                 self._say_released()
         finally:
             self.drop()
 
-    def _is_ours(self) -> bool:
-        """False once another has our epoch, which was given out anew after its file was deleted."""
-        holder = _known_holder(self._storage, self.epoch)
-        return holder is None or holder.nonce == self._identity.nonce
+    def _nonce_found(self) -> str | None:
+        """The nonce in our epoch's file: None if there is no file, "" if the file is damaged."""
+        try:
+            holder = read_holder(self._storage, self.epoch)
+        except NewerSchema as error:
+            raise self._fenced(self.epoch) from error
+        except DamagedRoot:
+            return ""
+        return holder.nonce if holder is not None else None
 
     def _say_released(self) -> None:
         holder = _holder(self._identity, self.epoch, released=True)

@@ -7,7 +7,8 @@ same way.
 
 Order: the lease is made durable first, then the reader looks whether the step is still there. The
 coordinator looks for leases before and after it moves a directory to the trash. So either the step
-stays, or the reader learns that it is gone (F27); nothing is deleted before the second look.
+stays, or the reader learns that it is gone (F27); nothing is deleted before the second look. Then the
+reader compares the directory with the journal: a person may have put another run's there.
 
 Rules: a lease lives as long as it changes: ``renew`` it at least every ``reader_timeout_s`` of the
 job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/readers``.
@@ -21,16 +22,21 @@ import uuid
 from types import TracebackType
 from typing import Literal
 
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import Pin, encode
-from ckptfsm.core.errors import StepNotFoundError, describe
+from ckptfsm.core.errors import DamagedRoot, StepNotFoundError, describe
+from ckptfsm.core.evidence import PublishedEvidence, is_whole, why_not_whole
 from ckptfsm.core.layout import LAYOUTS, OLD_READERS, READERS, parse_reader
-from ckptfsm.core.lifecycle import State
+from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put, storage_error
-from ckptfsm.disk.overview import look
+from ckptfsm.disk.inspection import inspect_published
+from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.trash import remove_marker
+from ckptfsm.disk.visibility import VISIBILITY_S
 
 # The tracker is written before that is journaled, and a lease may come while a prune begins.
 _READ = (State.TRACKED, State.FINALIZED, State.PRUNABLE)
@@ -47,8 +53,13 @@ class ReaderLease:
     ``nonce`` names the lease and is used once; by default it is made of the pid and a random
     number.
 
+    ``visibility_timeout_s``: how long a step that the journal has in use is waited for, by ``clock``,
+    where this host does not show it yet.
+
     Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing, and
-    ``NotPermitted`` if this user may not write the lease.
+    ``NotPermitted`` if this user may not write the lease. Raises ``DamagedRoot`` if the directory is not
+    the checkpoint that the journal has in use, say another run's of the same step, or if the journal is
+    damaged.
     Raises ``OSError`` if the disk fails, or if writing the lease took longer than the timeout: then
     try again.
     """
@@ -61,6 +72,8 @@ class ReaderLease:
         layout: Literal["megatron", "verl"] = "megatron",
         storage: Storage | None = None,
         nonce: str | None = None,
+        visibility_timeout_s: float = VISIBILITY_S,
+        clock: Clock | None = None,
     ) -> None:
         self._owned = storage is None
         try:
@@ -73,7 +86,10 @@ class ReaderLease:
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{directory}/{step}.{self._nonce}.json"
         self._renewals = 0
-        self._name = LAYOUTS[layout].published_name(step)
+        self._layout = LAYOUTS[layout]
+        self._name = self._layout.published_name(step)
+        self._late_s = visibility_timeout_s
+        self._clock = clock or SystemClock()
         self.path = f"{self._storage.root}/{self._name}"
 
     @property
@@ -83,7 +99,9 @@ class ReaderLease:
 
     def __enter__(self) -> ReaderLease:
         try:
-            self.renew()
+            self._mark()
+            self._await_directory()
+            self._compare()
         except BaseException:
             self._let_go()
             raise
@@ -95,14 +113,9 @@ class ReaderLease:
         Raises ``StepNotFoundError`` if the step is gone. Raises ``StorageError`` if ``path`` now
         leads to another root than the opened one, which holds the lease.
         """
-        self._renewals += 1
-        mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
-        self._put(mark)
-        found = lookup(self._storage, self._name)
-        if found is None or found.kind != "dir":
-            raise StepNotFoundError(
-                f"step {self._step} is not at {self.path}", step=self._step, file=self.path
-            )
+        self._mark()
+        if not self._is_there():
+            raise self._gone()
         self.path = self._storage.absolute(self._name)
 
     def metrics(self) -> dict[str, float]:
@@ -111,11 +124,51 @@ class ReaderLease:
         Those of its save, and those that were recorded later. A directory that no journal explains has
         none. Raises ``DamagedRoot`` for a damaged journal, and ``OSError``.
         """
-        found = look(self._storage).ledger.in_state(*_READ)
-        of_step = [c for c in found if c.step == self._step]
-        return dict(of_step[-1].metrics) if of_step else {}
+        known = self._known()
+        return dict(known[-1].metrics) if known else {}
 
-    def _put(self, mark: Pin) -> None:
+    def _known(self) -> list[Checkpoint]:
+        """The checkpoints of the step that the journal has in use, oldest first."""
+        found = read_history(self._storage).ledger.in_state(*_READ)
+        return [c for c in found if c.step == self._step]
+
+    def _is_there(self) -> bool:
+        found = lookup(self._storage, self._name)
+        return found is not None and found.kind == "dir"
+
+    def _gone(self) -> StepNotFoundError:
+        said = f"step {self._step} is not at {self.path}"
+        return StepNotFoundError(said, step=self._step, file=self.path)
+
+    def _await_directory(self) -> None:
+        """Return once the step is there, see the class. Raises ``StepNotFoundError``."""
+        deadline, pause = self._clock.monotonic() + self._late_s, pauses()
+        while not self._is_there():
+            if self._clock.monotonic() >= deadline or not self._known():
+                raise self._gone()
+            self._clock.sleep(next(pause))
+        self.path = self._storage.absolute(self._name)
+
+    def _compare(self) -> None:
+        """Raise ``DamagedRoot`` if no checkpoint that the journal has in use is this directory.
+
+        A directory that no checkpoint in use explains, such as one in place that is being written, is
+        not judged.
+        """
+        there = self._look()
+        while (known := self._known()) and not any(is_whole(c, there) for c in known):
+            earlier, there = there, self._look()
+            if there == earlier:  # else the step was saved again between the two looks
+                why = why_not_whole(known[-1], there)
+                raise DamagedRoot(f"step {self._step}: {why}", step=self._step, file=self.path)
+
+    def _look(self) -> PublishedEvidence:
+        return inspect_published(self._storage, self._layout, self._step, files=False)
+
+    def _mark(self) -> None:
+        """Write the lease, with another content than before."""
+        self._renewals += 1
+        mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
         try:
             put(self._storage, self._file, encode(mark), tag=self._nonce)
         except PermissionError as error:

@@ -12,6 +12,8 @@ from ckptfsm.core.errors import StorageError
 from ckptfsm.core.ports import Clock, FileStat, Storage
 from ckptfsm.disk.durable import lookup
 
+VISIBILITY_S = 10.0  # the default, as of ``CheckpointConfig.visibility_timeout_s``
+
 
 @dataclass(frozen=True, slots=True)
 class Visibility:

@@ -10,7 +10,8 @@ Rules:
   tracker's step: a rollback lowers the tracker before it withdraws.
 - A checkpoint is known by its attempt, not by its step. So steps that come again after a rollback are
   new, also where the reader was busy meanwhile.
-- A checkpoint that is gone before its lease is passed over. If the tracker names it, the reader looks
+- A checkpoint that is gone before its lease is passed over. So is a directory that is not the journal's
+  checkpoint, say another run's: that is told in the log. If the tracker names it, the reader looks
   again: a network file system may show its directory late.
 - A tracker that is missing or torn, or a root that does not exist, is looked at again.
 
@@ -26,14 +27,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import (
     ConfigError,
+    DamagedRoot,
     DeadlineExceeded,
+    JournalCorrupt,
     StepNotFoundError,
     describe,
 )
@@ -41,11 +43,11 @@ from ckptfsm.core.layout import LAYOUTS, MEGATRON, VERL, Layout, parse_attempt
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import lookup
+from ckptfsm.core.ports import Clock
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.disk.visibility import VISIBILITY_S
 
 log = logging.getLogger("ckptfsm")
 Root = str | os.PathLike[str]
@@ -178,11 +180,11 @@ class _Watch:
             named = read_tracker(storage).step
             if named is None or named == self._settled:
                 return None
-            return self._take_next(storage, read_history(storage), named)
+            return self._take_next(read_history(storage), named)
         finally:
             storage.close_root()
 
-    def _take_next(self, storage: Storage, history: History, named: int) -> ReaderLease | None:
+    def _take_next(self, history: History, named: int) -> ReaderLease | None:
         ledger, layout = history.ledger, LAYOUTS.get(history.layout, MEGATRON)
         if history.newest_epoch < self._epoch:  # another root stands at this path
             self._known, self._after = set(), None
@@ -192,9 +194,12 @@ class _Watch:
         there = _up_to(ledger, named)
         offered = [c for c in there if c.id not in self._known and c.step > self._floor]
         for checkpoint in offered[-1:] if self._newest_only else offered:
-            lease = self._lease_on(storage, checkpoint, layout)
-            if lease is None and checkpoint.step == named:
-                return None
+            try:
+                lease = self._lease_on(checkpoint, layout, named)
+            except StepNotFoundError:
+                if checkpoint.step == named:
+                    return None
+                lease = None
             self._take(checkpoint, ledger)
             if lease is not None:
                 return lease
@@ -230,19 +235,27 @@ class _Watch:
             self._known |= {of for of in ledger.checkpoints if of.step <= checkpoint.step}
             self._after = None
 
-    def _lease_on(
-        self, storage: Storage, checkpoint: Checkpoint, layout: Layout
-    ) -> ReaderLease | None:
-        """A lease that is held; None if the directory is not there, or not any more."""
-        found = lookup(storage, layout.published_name(checkpoint.step))
-        if found is None or found.kind != "dir":
-            return None
-        name: Literal["megatron", "verl"] = "verl" if layout is VERL else "megatron"
-        lease = ReaderLease(self._root, checkpoint.step, layout=name)
+    def _lease_on(self, checkpoint: Checkpoint, layout: Layout, named: int) -> ReaderLease | None:
+        """A lease that is held; None if another directory stands at the name, which is told.
+
+        Raises ``StepNotFoundError`` if there is none, or not any more.
+        """
+        step = checkpoint.step
+        lease = ReaderLease(
+            self._root,
+            step,
+            layout="verl" if layout is VERL else "megatron",
+            visibility_timeout_s=VISIBILITY_S if step != named else 0.0,  # else the next look waits
+            clock=self._clock,
+        )
         lease.attempt = str(checkpoint.id)
         try:
             return lease.__enter__()
-        except StepNotFoundError:
+        except JournalCorrupt:
+            raise
+        except DamagedRoot as error:
+            said = f"step {step} is passed over: {error.message}"
+            say(log.warning, "checkpoint_passed_over", said, step=step, file=lease.path)
             return None
 
 

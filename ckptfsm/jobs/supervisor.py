@@ -31,7 +31,15 @@ from ckptfsm.adapters.job_process import Call, JobProcess, environment_of_job
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import Channel, TrainersEnd, be_considerate
 from ckptfsm.core.documents import JobRecord, JobState
-from ckptfsm.core.errors import CkptFsmError, Fenced, StepNotFoundError, StorageError, describe
+from ckptfsm.core.errors import (
+    CkptFsmError,
+    DamagedRoot,
+    Fenced,
+    JournalCorrupt,
+    StepNotFoundError,
+    StorageError,
+    describe,
+)
 from ckptfsm.core.jobs import (
     Job,
     Key,
@@ -360,12 +368,19 @@ class Supervisor:
             layout=self._order.layout,
             storage=self._storage,
             nonce=f"{self._tag}-{self._leases}",
+            visibility_timeout_s=0.0,  # the next turn looks again
         )
         try:
             lease.__enter__()
         except StepNotFoundError:
             self._waiting = ()
             self._note_absence(record, now)
+            return
+        except JournalCorrupt:
+            raise
+        except DamagedRoot as error:
+            self._waiting = ()
+            self._put(missed(record, error.message))
             return
         try:
             self._read_ledger(read_tracker(self._storage).step, now)

@@ -164,17 +164,25 @@ class Participant:
 
     # ------------------------------------------------------------------------------------- rounds
 
-    def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
+    def drive(
+        self,
+        finished: Callable[[View], bool],
+        timeout_s: float,
+        waiting_for: str,
+        *,
+        since: float | None = None,
+    ) -> None:
         """Run rounds until ``finished``.
 
-        The deadline is agreed, so all ranks stop waiting together.
+        The deadline is agreed, so all ranks stop waiting together. A wait that was begun earlier gives
+        the monotonic seconds of its beginning as ``since``.
 
         An interrupt is agreed too: its rank raises it, the others ``RankInterrupted``. Raises
         ``ManagerClosed`` if the root was given back before that.
         """
         self.refuse_inside_a_hook()
-        deadline = self._ports.clock.monotonic() + timeout_s
-        pause = pauses()
+        began = self._ports.clock.monotonic() if since is None else since
+        deadline, pause = began + timeout_s, pauses()
         while not finished(self.view):
             if self.closed:
                 raise ManagerClosed(f"the manager was closed before {waiting_for} finished")

@@ -204,6 +204,11 @@ class Session:
             f"{d.subject} is left alone: {d.why}" for d in decisions if d.result is Result.REPORTED
         ]
         notes += [
+            f"{d.subject} goes to quarantine: {d.why}"
+            for d in decisions
+            if d.result is Result.QUARANTINED
+        ]
+        notes += [
             f"{d.subject} was in flight ({d.last}) when the last run ended, and is lost: {d.why}"
             for d in decisions
             if d.result is Result.FAILED
@@ -286,10 +291,7 @@ class Session:
 
     def _wait_to_close(self, timeout_s: float) -> None:
         """Wait until nothing is in flight. A refused clean-up is left to the next start."""
-        self._participant.drive(_may_close, timeout_s, "the saves in flight")
-        if not self._participant.view.quiet:
-            self._agree(Coordinator.retry)
-            self._participant.drive(_may_close, timeout_s, "the saves in flight")
+        self._wait_and_retry(_may_close, _nothing_unfinished, timeout_s, "the saves in flight")
         self._participant.raise_failures()
 
     def abandon(self) -> None:
@@ -467,10 +469,21 @@ class Session:
     def _wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
         """Wait for a save. If the disk blocks it, retry once, then wait no longer."""
         over, limit = _FinishedOrBlocked(finished), self.config.busy_timeout_s
-        self._participant.drive(over, limit, waiting_for)
+        self._wait_and_retry(over, finished, limit, waiting_for)
+
+    def _wait_and_retry(
+        self,
+        over: Callable[[View], bool],
+        finished: Callable[[View], bool],
+        timeout_s: float,
+        waiting_for: str,
+    ) -> None:
+        """Wait until ``over``; unless ``finished`` then, retry and wait again, by the same deadline."""
+        began = self._ports.clock.monotonic()
+        self._participant.drive(over, timeout_s, waiting_for)
         if not finished(self._participant.view):
             self._agree(Coordinator.retry)
-            self._participant.drive(over, limit, waiting_for)
+            self._participant.drive(over, timeout_s, waiting_for, since=began)
 
     def _refusal(self, step: int, busy: AttemptId) -> SaveRefused:
         """The refusal of a save while another one is in flight, and perhaps blocked."""

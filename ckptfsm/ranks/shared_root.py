@@ -6,6 +6,8 @@ first save, by a file that is not there.
 
 from __future__ import annotations
 
+import errno
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ckptfsm.core.backoff import pauses
@@ -28,6 +30,10 @@ class OpenedRoot:
             holder = read_holder(storage, self.epoch)
         except DamagedRoot:  # of another root, or not all of it is visible yet
             return False
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            return False  # a directory that was deleted, and that this host still has at the path
         return holder is not None and holder.nonce == self.owner.nonce
 
 
@@ -49,25 +55,35 @@ def open_when_visible(ports: Ports, timeout_s: float) -> Storage:
 def open_shared(ports: Ports, root: OpenedRoot, timeout_s: float) -> Storage:
     """This rank's storage of the root that rank 0 has opened.
 
-    Names that this host does not show yet are waited for, at most ``timeout_s``. Raises
-    ``ConfigError`` if rank 0's epoch does not show.
+    Names that this host does not show yet are waited for, at most ``timeout_s``. The root is opened
+    anew for each look: this host may still have a directory at the path that was deleted meanwhile.
+    Raises ``ConfigError`` if rank 0's epoch does not show.
     """
     deadline, pause = ports.clock.monotonic() + timeout_s, pauses()
-    try:
-        storage = open_when_visible(ports, timeout_s)
-    except ConfigError as error:
-        if error.facts.get("reason") != "missing":
-            raise
-        raise _not_shared(ports, root, error.root, "no such directory") from None
-    try:
-        while not root.is_seen_in(storage):
+    while True:
+        try:
+            storage = open_when_visible(ports, deadline - ports.clock.monotonic())
+        except ConfigError as error:
+            if error.facts.get("reason") != "missing":
+                raise
+            raise _not_shared(ports, root, error.root, "no such directory") from None
+        with ExitStack() as undo:
+            undo.callback(storage.close_root)
+            if root.is_seen_in(storage):
+                undo.pop_all()
+                return storage
             if ports.clock.monotonic() >= deadline:
-                raise _not_shared(ports, root, storage.root, f"epoch {newest_epoch(storage)}")
-            ports.clock.sleep(next(pause))
-    except BaseException:
-        storage.close_root()
-        raise
-    return storage
+                raise _not_shared(ports, root, storage.root, _epoch_in(storage))
+        ports.clock.sleep(next(pause))
+
+
+def _epoch_in(storage: Storage) -> str:
+    try:
+        return f"epoch {newest_epoch(storage)}"
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return "a directory that was deleted"
 
 
 def _not_shared(ports: Ports, root: OpenedRoot, place: str, found: str) -> ConfigError:

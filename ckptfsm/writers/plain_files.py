@@ -18,7 +18,7 @@ from ckptfsm.core.errors import ConfigError, SaveFailed, describe
 from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Storage, Survey, Written
-from ckptfsm.disk.durable import fsync_existing, walk_files
+from ckptfsm.disk.durable import fsync_existing, make_dir, walk_files
 from ckptfsm.disk.trash import remove_empty
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.image import FromImages
@@ -123,16 +123,29 @@ def at_path(
 ) -> Iterator[str]:
     """The absolute path of an attempt, for parts that the trainer writes by path.
 
-    If there are such parts, waits until the directory is visible on this host. Raises
+    If there are such parts, waits until the directory is visible on this host, and makes theirs: another
+    rank may have made one, and this host shows it late. Raises
     ``StorageError`` at the begin or the end of the block if the path leads elsewhere
     (``Storage.absolute``). So files made by path were made in the right place.
     """
-    if any(spec.kind in ("tree", "foreign") for spec in specs):
+    by_path = [spec for spec in specs if spec.kind in ("tree", "foreign")]
+    if by_path:
         visibility.require(storage, location)
+        made = visibility.of_directories(storage)
+        for directory in sorted({PRIVATE, *(spec.directory for spec in by_path)} - {""}):
+            _make_below(made, location, directory)
         yield storage.absolute(location)
         storage.absolute(location)
     else:
         yield join(storage.root, location)
+
+
+def _make_below(storage: Storage, location: str, directory: str) -> None:
+    """Make the directories of a part, but not durable: the writer does that."""
+    path = location
+    for piece in directory.split("/"):
+        path = f"{path}/{piece}"
+        make_dir(storage, path)
 
 
 def make_inside(location: str, directory: str) -> str:

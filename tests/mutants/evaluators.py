@@ -63,11 +63,23 @@ MUTANTS = (
     mutant(
         "the-newest-is-passed-over-where-it-shows-late",
         "disk.watching:_Watch._take_next",
-        "if lease is None and checkpoint.step == named:",
+        "if checkpoint.step == named:",
         "if False:",
         breaks="F9",
         source="F9",
         killers=("tests:test_watching.py::test_F9_the_newest_directory_may_show_late",),
+    ),
+    mutant(
+        "a-reader-takes-another-runs-directory",
+        "disk.reader_lease:ReaderLease.__enter__",
+        "self._compare()",
+        "pass",
+        breaks="I2",
+        source="review",
+        killers=(
+            "tests:test_watching.py::test_a_directory_of_another_run_is_passed_over_and_told_once",
+        ),
+        why="both runs have one schedule, so their attempts have the same names",
     ),
     mutant(
         "the-tracker-at-an-old-step-is-no-news",

@@ -378,12 +378,22 @@ PEOPLE = (
     ),
     mutant(
         "a-mended-disk-is-not-tried",
-        "ranks.session:Session._wait_unless_blocked",
+        "ranks.session:Session._wait_and_retry",
         "self._agree(Coordinator.retry)",
         "",
         breaks="I10",
         source="F5",
         killers=("tests:test_manager.py::test_F5_a_mended_disk_is_used_at_once",),
+    ),
+    mutant(
+        "a-wait-that-retries-begins-anew",
+        "ranks.session:Session._wait_and_retry",
+        "timeout_s, waiting_for, since=began",
+        "timeout_s, waiting_for",
+        breaks="I10",
+        source="review",
+        killers=("tests:test_manager.py::test_F25_a_wait_that_retries_has_one_deadline",),
+        why="a close takes twice its close_timeout_s",
     ),
     mutant(
         "an-owner-does-not-see-an-earlier-versions-epoch",
@@ -510,6 +520,18 @@ FIELD = (
         source="F9",
         killers=("tests:test_shared_root.py::test_F9_the_root_that_rank_0_made_is_waited_for",),
         why="the first start fails on hosts that have cached that there is no root",
+    ),
+    mutant(
+        "a-trees-directory-is-looked-for-once",
+        "writers.plain_files:at_path",
+        "made = visibility.of_directories(storage)",
+        "made = storage",
+        breaks="F9",
+        source="F9",
+        killers=(
+            "tests:test_shared_root.py::test_F9_a_trees_directory_that_another_rank_made_is_waited_for",
+        ),
+        why="the save fails where two hosts make the directory of a part at the same moment",
     ),
     mutant(
         "what-is-not-seen-yet-is-lost",

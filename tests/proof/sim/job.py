@@ -40,6 +40,7 @@ from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.session import Session
 from ckptfsm.testing.invariants import RootBroken, check_directory
 from proof.sim.ports import (
+    WorldClock,
     WorldDriver,
     WorldGroup,
     WorldRequest,
@@ -562,7 +563,8 @@ class Reader:
         asked = world.now
         self.leases += 1
         nonce = f"{self.name}-{self.leases}"
-        lease = ReaderLease("/sim", step, storage=storage, nonce=nonce)
+        clock = WorldClock(self.site, storage.owner)
+        lease = ReaderLease("/sim", step, storage=storage, nonce=nonce, clock=clock)
         with lease:
             self.site.count("F27")
             self._hold(step, asked)

@@ -590,6 +590,19 @@ def test_a_root_that_means_another_place_is_refused(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_relative_root_in_a_directory_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a bare ENOENT for a root that can be made anywhere else."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    (tmp_path / "cwd").rmdir()
+    for create in (True, False):
+        with pytest.raises(ConfigError, match="the working directory .* was deleted") as caught:
+            PosixStorage("run", create=create)
+        assert (caught.value.reason, caught.value.root) == ("no_working_directory", "run")
+
+
 def test_F16_a_directory_swapped_for_a_symlink_is_not_followed(
     posix: PosixStorage, tmp_path: Path
 ) -> None:

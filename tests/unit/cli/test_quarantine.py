@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
+from managers import QUICK
 from real_roots import TREE, crashed, real_job, real_root
 from strangers import newer_files, stock_saves
 
@@ -19,10 +20,13 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import quarantine
 from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.coordinator.engine import Engine
-from ckptfsm.core.errors import OutcomeUnknown
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import OutcomeUnknown, RecoveryWarning
 from ckptfsm.core.layout import MEGATRON, TRACKER
 from ckptfsm.disk.inspection import inspect_published, read_tracker
 from ckptfsm.disk.ownership import RootOwnership
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FIRST, FakeJob
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
@@ -62,6 +66,27 @@ def test_restore_of_an_older_one_leaves_the_latest(rolled_back, capsys):
         capsys, "quarantine", "restore", "20.e1.a2", "-r", rolled_back
     )
     assert latest(capsys, rolled_back) == "A start would resume from step 30."
+
+
+def test_another_runs_directory_that_is_put_back_leaves_with_a_word_on_how_to_use_it(
+    tmp_path, capsys
+):
+    """Catches: a copy that goes to quarantine at every start, as often as a person puts it back, and
+    nothing that tells what to do."""
+    mine, other = (real_root(tmp_path / name, 10, 20, parts=TREE) for name in ("mine", "other"))
+    aside = mine / ".ckptfsm/quarantine/20.e1.a2"
+    shutil.rmtree(mine / "iter_0000020")
+    (other / "iter_0000020").rename(mine / "iter_0000020")
+    crashed(real_job(mine))
+    for _ in range(2):
+        aside.rename(mine / "iter_0000020")
+        with Manager(fake_ports(mine), make_config(QUICK)) as again:
+            with pytest.warns(RecoveryWarning, match="another run's.*ckptfsm quarantine restore"):
+                again.poll()
+            assert again.all_steps() == [10] and aside.is_dir()
+    said(capsys, "quarantine", "restore", "20.e1.a2", "-r", mine)
+    crashed(real_job(mine))
+    assert latest(capsys, mine) == "A start would resume from step 20."
 
 
 def test_restore_of_a_repaired_last_checkpoint_brings_the_root_back(tmp_path, capsys):

@@ -246,11 +246,51 @@ def test_I9_an_epoch_that_was_given_out_twice_stays_its_last_owners():
         files.unlink(name)
     second = begun(disk, "second")
     assert (first.epoch, second.epoch) == (1, 1)
-    with pytest.raises(Fenced, match="after its files were deleted"):
-        first.keep_young()
+    for look in (first.check, first.keep_young):
+        with pytest.raises(Fenced, match="after its files were deleted"):
+            look()
+    second.check()
     first.release()
     holder = read_holder(files, 1)
     assert (holder.nonce, holder.released) == ("second", False)
+
+
+def test_I9_a_torn_epoch_file_stops_nobody_and_one_of_a_later_version_does():
+    """Catches: an owner that stops as its disk lost bytes, or goes on beside a later version."""
+    disk = SimDisk()
+    first = begun(disk, "first")
+    purge(disk, f"{EPOCHS}/{epoch_name(1)}")
+    disk.plant_file(f"{EPOCHS}/{epoch_name(1)}", b"torn")
+    first.check()
+    purge(disk, f"{EPOCHS}/{epoch_name(1)}")
+    disk.plant_file(f"{EPOCHS}/{epoch_name(1)}", b'{"schema_version": 999}')
+    with pytest.raises(Fenced):
+        first.check()
+
+
+class OldListing(SimStorage):
+    """A network mount that shows the names of a moment ago; a file that is opened is looked for."""
+
+    listed: list[str] | None = None
+
+    def listdir(self, path: str) -> list[str]:
+        if path == EPOCHS and self.listed is not None:
+            names, self.listed = self.listed, None
+            return names
+        return super().listdir(path)
+
+
+def test_I9_an_old_listing_hides_no_successor():
+    """Catches: a zombie that goes on for as long as its host shows an old listing."""
+    disk = SimDisk()
+    storage = OldListing(disk, "first")
+    first = open_root(storage, who("first"))
+    disk.plant_file(f"{JOURNAL}/{segment_name(1)}", b"x\n")
+    storage.listed = storage.listdir(EPOCHS)
+    begun(disk, "second", takeover=True)
+    with pytest.raises(Fenced) as caught:
+        first.check()
+    assert caught.value.newer_epoch == 2
 
 
 def test_I9_a_purged_epoch_file_does_not_weaken_the_fence():

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_roots import crashed, real_job
+from real_roots import crashed, real_job, real_root
 
 import ckptfsm
-from ckptfsm.core.errors import ConfigError, DeadlineExceeded
+from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded
 from ckptfsm.core.layout import TRACKER, VERL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
@@ -234,18 +234,64 @@ def test_F9_the_newest_directory_may_show_late(job: FakeJob, tmp_path: Path):
     assert seen(tmp_path, lambda: None, lambda: away.rename(newest)) == [10, 20, 30]
 
 
+def test_F9_an_older_directory_may_show_late(job: FakeJob, tmp_path: Path):
+    """Catches: a checkpoint that no evaluator measures, as the newest became visible before it."""
+    older, away = tmp_path / "iter_0000010", tmp_path / "elsewhere"
+    older.rename(away)
+    assert seen(tmp_path, lambda: None, lambda: away.rename(older)) == [10, 20, 30]
+
+
+def test_a_directory_of_another_run_is_passed_over_and_told_once(
+    job: FakeJob, tmp_path: Path, tmp_path_factory, caplog
+):
+    """Catches: an evaluator that measures another run's weights, of the same step and attempt."""
+    other = real_root(tmp_path_factory.mktemp("other") / "run", 10, 20, 30)
+    for step in (20, 30):
+        shutil.rmtree(tmp_path / f"iter_00000{step}")
+        (other / f"iter_00000{step}").rename(tmp_path / f"iter_00000{step}")
+    assert seen(tmp_path, lambda: None, lambda: job.save(40)) == [10, 40]
+    told = [r.message for r in caplog.records if "another run's" in r.message]
+    assert [line.partition(":")[0] for line in told] == [
+        "step 20 is passed over",
+        "step 30 is passed over",
+    ]
+    with pytest.raises(DamagedRoot, match="another run's") as caught, ReaderLease(tmp_path, 20):
+        pytest.fail("leased")
+    assert caught.value.step == 20 and leases(tmp_path) == []
+
+
+def test_a_step_that_is_saved_again_while_it_is_leased_is_this_runs(
+    job: FakeJob, tmp_path: Path, monkeypatch
+):
+    """Catches: a good checkpoint called another run's, where the save came between two looks."""
+    real = ReaderLease._look
+
+    def look(lease: ReaderLease):
+        seen = real(lease)
+        if job.coordinator.ledger.at(30) == first:
+            job.coordinator.rollback(20)
+            job.save(30)
+        return seen
+
+    first = job.coordinator.ledger.at(30)
+    monkeypatch.setattr(ReaderLease, "_look", look)
+    with ReaderLease(tmp_path, 30) as lease:
+        assert lease.step == 30
+    assert job.coordinator.ledger.at(30) != first
+
+
 def test_I7_a_step_that_goes_while_its_lease_is_made_is_passed_over(
     job: FakeJob, tmp_path: Path, monkeypatch
 ):
     """F27. Catches: an iterator that ends with an error, because retention was quicker."""
-    real = ReaderLease.renew
+    real = ReaderLease._mark
 
-    def renew(lease: ReaderLease) -> None:
+    def mark(lease: ReaderLease) -> None:
         if lease.step == 10:
             job.coordinator.delete(10)
         real(lease)
 
-    monkeypatch.setattr(ReaderLease, "renew", renew)
+    monkeypatch.setattr(ReaderLease, "_mark", mark)
     assert seen(tmp_path) == [20, 30]
 
 

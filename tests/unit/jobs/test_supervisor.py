@@ -8,11 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_roots import crashed, real_job
+from real_roots import crashed, real_job, real_root
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -275,6 +276,20 @@ def test_another_attempt_at_the_step_is_another_checkpoint(make):
         (2, JobState.MISSED, "its checkpoint was withdrawn before its turn"),
         (3, JobState.DONE, ""),
     }
+
+
+def test_a_job_of_another_runs_directory_is_missed(make, tmp_path):
+    """Catches: an export of another run's weights, of the same step and attempt."""
+    start, job = make
+    job.save(10)
+    other = real_root(tmp_path / "other", 10)
+    shutil.rmtree(tmp_path / "root/iter_0000010")
+    (other / "iter_0000010").rename(tmp_path / "root/iter_0000010")
+    work = start(shell("true"))
+    work.finish()
+    (record,) = read_records(work.storage)
+    assert record.state is JobState.MISSED and "another run's" in record.reason
+    assert readers(job) == []
 
 
 def test_a_step_that_is_pruned_between_the_look_and_the_lease_is_missed(make):

@@ -41,6 +41,7 @@ import ckptfsm.disk.inspection as evidence_module
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
@@ -1666,6 +1667,16 @@ def test_F25_close_is_bounded(run: Run):
     with pytest.raises(DeadlineExceeded):
         manager.close()
     assert run.open().latest_step() is None, "the root was given back all the same"
+
+
+def test_F25_a_wait_that_retries_has_one_deadline(run: Run, monkeypatch):
+    """Catches: a close that takes ``close_timeout_s`` once more, after the disk was asked again."""
+    manager, over = run.open(), iter([True])
+    began = run.clock.monotonic()
+    monkeypatch.setattr(Coordinator, "retry", lambda coordinator: run.clock.advance(10.0))
+    with pytest.raises(DeadlineExceeded) as caught:
+        manager._wait_and_retry(lambda _: next(over, False), lambda _: False, 10.0, "the disk")
+    assert run.clock.monotonic() - began < 20.0 and caught.value.timeout_s == 10.0
 
 
 def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):

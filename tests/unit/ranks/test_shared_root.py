@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import ConfigError, RankFailed
 from ckptfsm.core.layout import EPOCHS
+from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import FileStat, Storage
+from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.harness import SimClock
+from ckptfsm.writers.plain_files import at_path
 
 TIMEOUT_S = 5.0
 CONFIG = make_config({**QUICK, "visibility_timeout_s": TIMEOUT_S})
@@ -81,6 +86,46 @@ def test_F9_the_root_that_rank_0_made_is_waited_for(late: str, tmp_path: Path) -
     assert TIMEOUT_S - 1 <= other.age() < TIMEOUT_S
 
 
+class Deleted(PosixStorage):
+    """A root that was deleted; some clients say so at every call."""
+
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    def listdir(self, path: str) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+
+class KnowsTheDeleted(Elsewhere):
+    """A host that has the deleted directory at the root's path for ``root_s`` more."""
+
+    kind: type[PosixStorage] = PosixStorage
+
+    def __call__(self, create: bool) -> Storage:
+        if self.age() >= self.root_s:
+            return PosixStorage(self.root, create=create)
+        self.opened.append(self.kind(self.root.parent / "deleted"))
+        return self.opened[-1]
+
+
+@pytest.mark.parametrize("kind", [PosixStorage, Deleted])
+def test_F9_a_root_that_was_made_anew_is_opened_anew(kind, tmp_path: Path) -> None:
+    """Catches: a rank that looks for rank 0's epoch in the deleted directory, until its time is up."""
+    other = KnowsTheDeleted(tmp_path / "root", root_s=TIMEOUT_S - 1)
+    other.kind = kind
+    assert opened_by_two(tmp_path / "root", other) == ["closed", "closed"]
+    assert other.opened and all(each.fileno_of_root() == -1 for each in other.opened)
+
+
+def test_F9_a_root_that_stays_deleted_is_named(tmp_path: Path) -> None:
+    """Catches: a rank's bare error number, and no word on which directory it is."""
+    other = KnowsTheDeleted(tmp_path / "root", root_s=TIMEOUT_S + 1)
+    other.kind = Deleted
+    first, second = opened_by_two(tmp_path / "root", other)
+    assert isinstance(first, RankFailed) and second.reason == "not_shared"
+    assert f"finds a directory that was deleted at {tmp_path / 'deleted'}" in str(second)
+
+
 def alone(root: Path) -> None:
     Manager(fake_ports(root), CONFIG).close()
 
@@ -127,6 +172,38 @@ def test_F9_a_restore_that_verifies_nothing_waits_for_the_directory(tmp_path: Pa
 
     assert run_ranks(2, work) == [1, 1]
     assert other.age() >= other.step_s
+
+
+class LateDirectories(PosixStorage):
+    """``mkdir`` says that another host made it, and a look says for ``LATE_S`` that it is not there."""
+
+    clock: SimClock
+    since: float | None = None
+
+    def mkdir(self, path: str) -> None:
+        if path.endswith("/loader"):
+            self.since = self.clock.monotonic() if self.since is None else self.since
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        super().mkdir(path)
+
+    def stat(self, path: str) -> FileStat:
+        if path.endswith("/loader"):
+            if self.since is None or self.clock.monotonic() < self.since + TIMEOUT_S - 1:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            Path(self.root, path).mkdir(exist_ok=True)
+        return super().stat(path)
+
+
+def test_F9_a_trees_directory_that_another_rank_made_is_waited_for(tmp_path: Path) -> None:
+    """Catches: a trainer whose ``make`` runs in a directory that its host does not show yet."""
+    late = LateDirectories(tmp_path)
+    late.clock = SimClock()
+    visibility, spec = Visibility(late.clock, TIMEOUT_S), PartSpec("t", "tree", "loader")
+    late.mkdir("at")
+    with at_path(late, "at", [spec], visibility) as path:
+        assert Path(path, "loader").is_dir()
+    assert late.since is not None and late.clock.now >= late.since + TIMEOUT_S - 1
+    late.close_root()
 
 
 def test_another_error_of_the_root_is_not_waited_for(tmp_path: Path) -> None:
