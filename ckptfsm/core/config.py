@@ -74,6 +74,23 @@ class Settings(TypedDict, total=False):
     jobs_drain_s: float
 
 
+# The ranks of a job would wait for each other in different exchanges if these differed.
+_OF_ALL_RANKS = (
+    "save_interval_steps",
+    "save_steps",
+    "sync",
+    "on_failure",
+    "on_busy",
+    "ranks_disagree",
+    "verify",
+    "layout",
+    "common_state",
+    "reshard_drops",
+    "exchange_every",
+)
+_AGREED = "save_interval_s, end_of_allocation, agree_when_idle or preemption_signals, given or not,"
+
+
 class CheckpointConfig(BaseModel):
     """The configuration of a ``CheckpointManager``. Raises ``ConfigError`` for bad values.
 
@@ -303,6 +320,12 @@ class CheckpointConfig(BaseModel):
         """True if a policy must be agreed among ranks while nothing is in flight."""
         timed = self.save_interval_s is not None or self.end_of_allocation is not None
         return self.agree_when_idle or timed or bool(self.preemption_signals)
+
+    def of_all_ranks(self) -> dict[str, object]:
+        """The settings that say which calls of a rank meet those of the others, by name."""
+        return {name: getattr(self, name) for name in _OF_ALL_RANKS} | {
+            _AGREED: self.needs_agreement
+        }
 
 
 def save_again(times: int) -> int:

@@ -135,7 +135,8 @@ class Session:
                 if self.config.on_tracked:
                     self._jobs = JobsBeside(self.config, self._storage, report.epoch)
                 root = OpenedRoot(self._storage.root, report.epoch, identity)
-                answer = Answer((report, view, root), update=self._client.collect())
+                shared = (report, view, root, self.config.of_all_ranks())
+                answer = Answer(shared, update=self._client.collect())
             except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
             except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
@@ -143,7 +144,7 @@ class Session:
         answer = self._client.share(answer)
         raised = answer.interruption or answer.error or problem or self._open_locally(answer)
         self._agree_that_all_opened(raised)
-        self._recovery, view, _ = answer.value
+        self._recovery, view, _, _ = answer.value
         self._participant.begin(view, answer.update)
         mailbox = self._ports.mailbox()
         if mailbox is not None:
@@ -156,12 +157,24 @@ class Session:
         """Open this rank's storage. Returns the error if that fails."""
         try:
             if self.rank != 0:
-                _, _, root = answer.value
+                _, _, root, settings = answer.value
+                self._refuse_other_settings(settings)
                 late_s = self.config.visibility_timeout_s
                 self._storage = open_shared(self._ports, root, late_s)
         except Exception as error:  # the other ranks must not believe that the manager is open
             return typed(error)
         return None
+
+    def _refuse_other_settings(self, first: Mapping[str, object]) -> None:
+        """Refuse settings that are not those of rank 0: the ranks' exchanges would not meet."""
+        for name, own in self.config.of_all_ranks().items():
+            if own != first[name]:
+                raise ConfigError(
+                    f"{name} is {own!r} on rank {self.rank}, and {first[name]!r} on rank 0: give all "
+                    "ranks the same",
+                    key=name,
+                    rank=self.rank,
+                )
 
     def _agree_that_all_opened(self, raised: BaseException | None) -> None:
         """Raise this rank's error, or that of another rank (collective)."""

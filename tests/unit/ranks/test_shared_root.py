@@ -215,3 +215,28 @@ def test_another_error_of_the_root_is_not_waited_for(tmp_path: Path) -> None:
     assert second.reason == "not_a_directory"
     assert "not a directory" in str(first)
     assert other.age() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("verify", "none"),
+        ("on_busy", "skip"),
+        ("on_failure", 3),
+        ("sync", True),
+        ("save_interval_steps", 7),
+        ("save_interval_s", 60.0),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_at_opening(name, value, tmp_path: Path) -> None:
+    """Catches: ranks that wait for each other in different exchanges: a restore that hangs, or a
+    training that ends at the second save."""
+
+    def work(transport: ThreadTransport) -> None:
+        config = CONFIG.model_copy(update={name: value} if transport.rank else {})
+        ports = fake_ports(tmp_path, driver=FakeDriver(transport.rank), transport=transport)
+        Manager(ports, config).close()
+
+    first, second = run_ranks(2, work)
+    assert isinstance(first, RankFailed) and isinstance(second, ConfigError)
+    assert name in str(first) and name in second.key and second.rank == 1
