@@ -163,7 +163,7 @@ class PerRank:
     anything in its place, and returns each rank's value there. A job with another number of ranks
     raises ``RestoreFailed``, because nobody can divide such values anew. If the setting
     ``reshard_drops`` has the key, the value is left out with a ``ReshardWarning``. The key is the
-    names on the way to the value, with dots between them, or the part's name.
+    names on the way to the value, with dots between them. That of a whole part is ``per_rank``.
 
     ``value`` is anything that can be pickled. Every rank of the job has to give one.
     """

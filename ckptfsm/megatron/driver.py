@@ -187,7 +187,7 @@ class MegatronDriver:
         values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
             drafts = tuple(
-                self._planner.draft(spec, with_objects(spec.name, values[spec.name]))
+                self._planner.draft(spec, with_objects(values[spec.name]))
                 for spec in specs
                 if spec.kind == "torch_dist"
             )
@@ -266,7 +266,7 @@ class MegatronDriver:
                 continue
             refuse_newer(name, directories[name])
             with process_group():
-                prepared, _, _ = load_preprocess(with_objects(name, state))
+                prepared, _, _ = load_preprocess(with_objects(state))
                 sharded, _ = extract_sharded_base(prepared)
                 values = list(nested_values(sharded))
                 refuse_misfits(name, values)
@@ -296,7 +296,7 @@ class MegatronDriver:
         files: Sequence[FileEntry],
     ) -> FastLoad | None:
         with process_group():
-            placed = {n: (where, with_objects(n, state)) for n, (where, state) in parts.items()}
+            placed = {n: (where, with_objects(state)) for n, (where, state) in parts.items()}
             return plan_fast_load(storage, location, placed, files)
 
     def load(

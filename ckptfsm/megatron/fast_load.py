@@ -42,7 +42,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.megatron.blobs import make_template
 from ckptfsm.megatron.compat import cpu_devices, process_group
-from ckptfsm.megatron.per_rank import with_objects
+from ckptfsm.megatron.per_rank import WHOLE, with_objects
 from ckptfsm.megatron.read_back import reason_of
 from ckptfsm.megatron.torch_dist import read_planned
 from ckptfsm.writers.plain_files import file_spec, load_file
@@ -348,8 +348,8 @@ def _load_part(
     if file_spec(name, state) is not None:
         return load_file(name, state, directory)
     if isinstance(state, PerRank):
-        return _load_part(name, with_objects(name, state), directory, drop, full).get(name)
-    state = with_objects(name, state)
+        return _load_part(name, with_objects(state), directory, drop, full).get(WHOLE)
+    state = with_objects(state)
     strategy = Remaining(get_default_load_sharded_strategy(directory), full) if full else None
     try:
         return dist_checkpointing.load(

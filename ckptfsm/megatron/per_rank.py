@@ -10,15 +10,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.parts import PerRank
 
+WHOLE = "per_rank"
+"""The key of a whole part. No name of the part is in it: in a group, that name counts the trees."""
 
-def with_objects(part: str, state: Any) -> Any:
+
+def with_objects(state: Any) -> Any:
     """The state with a ``ShardedObject`` for each ``PerRank``; the state itself if it has none.
 
     Needs a process group. Its key is the names on the way to it, with dots between them; that of a
-    whole part is the part's name. Raises ``ConfigError`` for one in a list.
+    whole part is ``WHOLE``. Raises ``ConfigError`` for one in a list.
     """
     if isinstance(state, PerRank):
-        return {part: _placed(state, part)}
+        return {WHOLE: _placed(state, WHOLE)}
     return _placed(state, "")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, assert_complete, common_file, tracked_step
 
+from ckptfsm import GroupWorker, PerRank
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.tickets import GroupPart
 
@@ -84,3 +85,20 @@ def test_groups_under_a_controller_write_steps_that_stock_code_loads(
         directory = str(step / part / "model/dist_ckpt")
         assert cluster.run("stock_load", ranks=ranks, directory=directory, step=5) == [True] * ranks
         assert (step / part / "extra/dist_ckpt/.metadata").exists()
+
+
+def test_a_value_of_each_rank_is_found_whatever_else_its_group_names(root: Path) -> None:
+    """Would catch: a key with a number in it, which a tree more or less in the group changes."""
+    worker = GroupWorker(root, engine="fork")
+    with Controller(root, {"actor": 1}, worker.poll) as controller:
+        save = controller.begin(5, {"actor": GroupPart("actor")})
+        trees = {"export": {"a": 1}, "loader": PerRank({"position": 7})}
+        controller.feed(worker.write(save.tickets["actor"], parts=trees))
+        save.handle.wait()
+        with controller.reading() as found:
+            assert found is not None
+            for others in ({}, {"export": {"a": 0}}):
+                wanted = {**others, "loader": PerRank(None)}
+                restored = worker.restore(found, "actor", parts=wanted)
+                assert restored.parts["loader"] == {"position": 7}
+    worker.close()

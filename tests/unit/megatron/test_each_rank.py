@@ -33,11 +33,11 @@ def test_a_value_of_each_rank_is_an_object_with_a_place_for_each():
     """Catches: a value that stays plain, of which one rank's is kept; a key that stock's metadata
     cannot hold."""
     state = {"loader": {"a/b": PerRank(5)}, "plain": {"x": [1]}}
-    placed = with_objects("state", state)
+    placed = with_objects(state)
     assert placed["loader"]["a/b"] == ShardedObject("loader.a.b", 5, (2,), (1,))
     assert placed["plain"] is state["plain"]
-    assert with_objects("gen", PerRank(7)) == {"gen": ShardedObject("gen", 7, (2,), (1,))}
-    assert with_objects("state", placed) is placed
+    assert with_objects(PerRank(7)) == {"per_rank": ShardedObject("per_rank", 7, (2,), (1,))}
+    assert with_objects(placed) is placed
 
 
 @pytest.mark.usefixtures("_group")
@@ -45,7 +45,7 @@ def test_a_value_of_each_rank_is_an_object_with_a_place_for_each():
 def test_a_value_of_each_rank_in_a_list_is_refused(state):
     """Catches: a checkpoint that cannot be loaded: megatron-core loses the places in such a list."""
     with pytest.raises(ConfigError, match="'a' is a (list|tuple) with a PerRank"):
-        with_objects("state", state)
+        with_objects(state)
 
 
 def test_a_value_of_each_rank_inside_an_object_is_refused():
