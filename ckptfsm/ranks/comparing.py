@@ -11,17 +11,22 @@ that their digests of a part stay comparable.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import xxhash
 
-from ckptfsm.core.errors import name_ranks
+from ckptfsm.adapters.notices import say
+from ckptfsm.core.errors import SaveRefused, name_ranks, shorten
 from ckptfsm.core.parts import Sent
 from ckptfsm.core.ports import Draft, Transport
 from ckptfsm.ranks.proposal import Proposal
 
+log = logging.getLogger("ckptfsm")
 _ASKED = 8  # ranks that send the digests of a part's keys, beside the first
+_TOLD = 8  # differences of one save that have a line of their own
 Digests = Mapping[str, int]
 
 
@@ -52,6 +57,29 @@ class Difference(Sent):
             f"part {self.part!r}: {what} of rank {others} is not that of rank {self.first}, which is "
             "kept for all ranks: PerRank(value) keeps one for each rank"
         )
+
+
+def warn_of(step: int, differences: Sequence[Difference]) -> list[str]:
+    """Log the differences of a save, which goes on. Returns the lines."""
+    lines = []
+    for found in differences[:_TOLD]:
+        lines.append(f"step {step}: {found}")
+        say(log.warning, "ranks_disagree", lines[-1], step=step, **_facts_of(found))
+    more = [f"{each.part}: {each.key}" for each in differences[_TOLD:]]
+    if more:
+        names = shorten(", ".join(more))
+        lines.append(f"step {step}: {len(more)} more keys differ by rank: {names}")
+        say(log.warning, "ranks_disagree", lines[-1], step=step)
+    return lines
+
+
+def refusal_of(step: int, differences: Sequence[Difference]) -> SaveRefused:
+    """The refusal of a save because of its first difference."""
+    return SaveRefused(str(differences[0]), step=step, **_facts_of(differences[0]))
+
+
+def _facts_of(found: Difference) -> dict[str, Any]:
+    return {"part": found.part, "key": found.key or None, "ranks": found.ranks}
 
 
 @dataclass(frozen=True, slots=True)

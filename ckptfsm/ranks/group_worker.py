@@ -35,7 +35,7 @@ from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.ranks.comparing import Comparison, Difference
+from ckptfsm.ranks.comparing import Comparison, Difference, warn_of
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
@@ -201,8 +201,7 @@ class BaseGroupWorker:
         """At the group's first rank: tell what differs by rank. Returns it if that fails the share."""
         if differences and self._config.ranks_disagree == "refuse":
             return str(differences[0])
-        for found in differences:
-            say(log.warning, "ranks_disagree", f"step {of.step}: {found}", step=of.step)
+        warn_of(of.step, differences)
         return ""
 
     def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts) -> None:

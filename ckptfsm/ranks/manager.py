@@ -30,11 +30,10 @@ from ckptfsm.core.errors import (
     RanksDisagreeWarning,
     SaveRefused,
     describe,
-    shorten,
 )
 from ckptfsm.core.ports import Draft
 from ckptfsm.core.requests import Accepted
-from ckptfsm.ranks.comparing import Difference
+from ckptfsm.ranks.comparing import Difference, refusal_of, warn_of
 from ckptfsm.ranks.coordinator_client import Answer
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import OffloadTurn
@@ -43,7 +42,6 @@ from ckptfsm.ranks.restoring import warn_of_rest
 from ckptfsm.ranks.session import Session, whole_step
 
 log = logging.getLogger("ckptfsm")
-_MOST_WARNINGS = 8  # of one save, about values that differ by rank
 
 
 class Manager(Session):
@@ -164,17 +162,9 @@ class Manager(Session):
 
     def _take_differences(self, step: int, differences: Sequence[Difference]) -> None:
         """At rank 0: warn of values that differ by rank, or refuse the save."""
-        for found in differences[:_MOST_WARNINGS]:
-            facts = {"part": found.part, "key": found.key or None, "ranks": found.ranks}
-            if self.config.ranks_disagree == "refuse":
-                raise SaveRefused(str(found), step=step, **facts)
-            say(log.warning, "ranks_disagree", f"step {step}: {found}", step=step, **facts)
-            self._participant.notes.append(RanksDisagreeWarning(f"step {step}: {found}"))
-        more = [f"{each.part}: {each.key}" for each in differences[_MOST_WARNINGS:]]
-        if more:
-            said = f"step {step}: {len(more)} more keys differ by rank: {shorten(', '.join(more))}"
-            say(log.warning, "ranks_disagree", said, step=step)
-            self._participant.notes.append(RanksDisagreeWarning(said))
+        if differences and self.config.ranks_disagree == "refuse":
+            raise refusal_of(step, differences)
+        self._participant.notes += map(RanksDisagreeWarning, warn_of(step, differences))
 
     def _merged(self, proposals: list[Proposal]) -> Mapping[str, bytes]:
         try:

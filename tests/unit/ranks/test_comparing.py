@@ -13,7 +13,7 @@ import pytest
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import RanksDisagreeWarning, SaveRefused
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.ranks.comparing import Comparison, Difference
+from ckptfsm.ranks.comparing import Comparison, Difference, warn_of
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.proposal import Proposal
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
@@ -106,6 +106,15 @@ def test_few_of_many_ranks_send_their_keys():
     (found,) = compare(saves)
     assert found == (Difference("state", "a", 0, tuple(range(1, 9)), more=4),)
     assert "perhaps 4 more" in str(found[0])
+
+
+def test_many_keys_that_differ_are_told_in_few_lines(caplog):
+    """Catches: a line of log for each parameter of an optimizer, in a job or in a group."""
+    found = [Difference("state", f"key{number}", 0, (1,)) for number in range(100)]
+    with caplog.at_level(logging.WARNING):
+        lines = warn_of(7, found)
+    assert said(caplog) == lines and len(lines) < 12
+    assert "92 more keys" in lines[-1] and "state: key8," in lines[-1] and len(lines[-1]) < 600
 
 
 # ------------------------------------------------------------------------------------- a manager
