@@ -97,7 +97,9 @@ class RootLost(Fenced):
 class SaveRefused(CkptFsmError):
     """A save was not accepted; nothing was written, training can go on (``step``, ``in_flight``).
 
-    If the disk refused the save, ``reason``, ``file`` and ``errno_name`` describe the refusal.
+    If the disk refused the save, ``reason``, ``file`` and ``errno_name`` describe the refusal. If a
+    value did, ``part`` and ``key`` name the value. A group refuses values after its controller asked,
+    so the attempt fails, and ``poll`` or ``wait`` raises this.
     """
 
     kind = "save_refused"

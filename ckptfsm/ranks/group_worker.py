@@ -18,13 +18,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import ConfigError, SaveFailed, describe
+from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, Failed, WriterGone
 from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartKind, PartSpec, check_parts
@@ -39,7 +39,7 @@ from ckptfsm.ranks.comparing import Comparison, Difference, warn_of
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
-from ckptfsm.ranks.proposal import Proposal, agree
+from ckptfsm.ranks.proposal import Proposal, agree, is_about_a_value, words_of
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
@@ -59,6 +59,14 @@ from ckptfsm.writers.shard_file import ShardFile
 log = logging.getLogger("ckptfsm")
 Parts = Mapping[str, Any]
 _KILL_WAIT_S = 1.0
+_FORK_FAILED = "fork_failed"
+
+
+class _Problem(NamedTuple):
+    """Why a group writes no share; no ``text`` if it does. ``reason`` is that of the failed save."""
+
+    text: str = ""
+    reason: str = _FORK_FAILED
 
 
 class BaseGroupWorker:
@@ -128,13 +136,13 @@ class BaseGroupWorker:
         proposals = None if gathered is None else [proposal for proposal, _ in gathered]
         differences = self._comparison.differences(proposals, draft)
         accepted, problem = (
-            (None, "") if gathered is None else self._judge(ticket, shares, gathered)
+            (None, _Problem()) if gathered is None else self._judge(ticket, shares, gathered)
         )
-        if gathered is not None and not problem:
+        if gathered is not None and not problem.text:
             problem = self._problem_of(ticket.of, differences)
         sent = accepted.for_others() if accepted is not None else None
         problem, shared = transport.broadcast((problem, sent))
-        if problem or draft is None:
+        if problem.text or draft is None:
             self._ports.driver.refuse()
             self._give_up(ticket, problem)
             return
@@ -148,21 +156,22 @@ class BaseGroupWorker:
                 raise
             said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"
             say(log.exception, "fork_failed", said, step=ticket.of.step, rank=self._number)
-            self._give_up(ticket, describe(error))
+            self._give_up(ticket, _Problem(describe(error)))
 
-    def _give_up(self, ticket: Ticket, problem: str) -> None:
+    def _give_up(self, ticket: Ticket, problem: _Problem) -> None:
         """Report a failure; for an optional part, make a receipt that leaves the part out."""
+        text, reason = problem
         if not ticket.part.optional:
-            self._fail(ticket.of, problem)
+            self._fail(ticket.of, text, reason)
             return
         try:
-            self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, problem))
+            self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, text))
         except Exception as error:  # without that receipt the checkpoint fails
-            self._fail(ticket.of, f"{problem}; {describe(error)}")
+            self._fail(ticket.of, f"{text}; {describe(error)}", reason)
 
     def _judge(
         self, ticket: Ticket, shares: GroupParts, gathered: list[tuple[Proposal, tuple[str, ...]]]
-    ) -> tuple[Accepted | None, str]:
+    ) -> tuple[Accepted | None, _Problem]:
         """At the group's first rank: check that the shares fit together.
 
         Returns the plan, or the problem.
@@ -191,18 +200,19 @@ class BaseGroupWorker:
                     )
             check_parts(tuple(map(shares.place, request.parts)), len(proposals))
             planned = self._ports.driver.merge([p.summary for p in proposals])
-            return Accepted(ticket.of, False, request.parts, planned), ""
+            return Accepted(ticket.of, False, request.parts, planned), _Problem()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # torch's CheckpointException is one; the others wait
-            return None, describe(error) or type(error).__name__
+            reason = SaveRefused.kind if is_about_a_value(error) else _FORK_FAILED
+            return None, _Problem(words_of(error), reason)
 
-    def _problem_of(self, of: AttemptId, differences: Sequence[Difference]) -> str:
+    def _problem_of(self, of: AttemptId, differences: Sequence[Difference]) -> _Problem:
         """At the group's first rank: tell what differs by rank. Returns it if that fails the share."""
         if differences and self._config.ranks_disagree == "refuse":
-            return str(differences[0])
+            return _Problem(str(differences[0]), SaveRefused.kind)
         warn_of(of.step, differences)
-        return ""
+        return _Problem()
 
     def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts) -> None:
         """Stage and fork, as a rank of an SPMD job does."""
@@ -289,9 +299,9 @@ class BaseGroupWorker:
             raise ConfigError(f"this worker works on {self._storage.root}, not on {root}")
         return self._storage
 
-    def _fail(self, of: AttemptId, problem: str) -> None:
+    def _fail(self, of: AttemptId, problem: str, reason: str = _FORK_FAILED) -> None:
         detail = f"rank {self._number}: {problem}"
-        self._reports.append(Failed(of, "fork_failed", detail, self._number))
+        self._reports.append(Failed(of, reason, detail, self._number))
         self._begun = True
 
     @property

@@ -36,6 +36,7 @@ from ckptfsm.core.errors import (
     RecoveryWarning,
     SaveFailed,
     SaveFailedWarning,
+    SaveRefused,
     ShardMissing,
     WriterDied,
 )
@@ -519,11 +520,12 @@ class HandleDone:
         return self.handle.done and (failed or not view.retention_due or bool(view.unfinished))
 
 
-def failure_of(record: TransitionRecord) -> SaveFailed:
-    """The error that a ``failed`` record stands for."""
-    kinds: dict[str, type[SaveFailed]] = {
+def failure_of(record: TransitionRecord) -> CkptFsmError:
+    """The error that a ``failed`` record stands for; ``SaveRefused`` if it is about a value."""
+    kinds: dict[str, type[CkptFsmError]] = {
         WriterDied.kind: WriterDied,
         ShardMissing.kind: ShardMissing,
+        SaveRefused.kind: SaveRefused,
     }
     return kinds.get(record.reason, SaveFailed)(
         f"the save of step {record.step} failed ({record.reason}): {record.detail}",

@@ -10,10 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.errors import ConfigError, SaveRefused, describe, name_ranks
+from ckptfsm.core.errors import (
+    ConfigError,
+    SaveRefused,
+    describe,
+    name_ranks,
+    one_line,
+    shorten,
+)
 from ckptfsm.core.parts import OptionalPart, PartSpec, Sent, content_of
 from ckptfsm.core.ports import Draft, Driver
 from ckptfsm.core.requests import SaveRequest
@@ -21,6 +28,7 @@ from ckptfsm.writers.plain_files import FileTree
 
 log = logging.getLogger("ckptfsm")
 STATE = "state"  # the name of the part for a state without names
+_WORDS = 460  # characters of a refusal: a report puts a few words before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,8 @@ class Proposal(Sent):
 
     ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others. ``digests``
     has a number for each of ``specs``: the values in it of which one rank's are kept for all.
-    ``trees`` names each ``FileTree`` with its ``every_rank``.
+    ``trees`` names each ``FileTree`` with its ``every_rank``. ``place`` has the part and the key of
+    the value that an ``error`` is about, if it is about one.
     """
 
     step: int
@@ -43,6 +52,7 @@ class Proposal(Sent):
     error: str = ""
     trees: tuple[tuple[str, bool | None], ...] = ()
     digests: tuple[int, ...] = ()
+    place: tuple[tuple[str, str], ...] = ()
 
 
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def propose(
         raise
     except BaseException as error:  # also torch's; carried to the exchange, raised on every rank
         say(log.exception, "draft_failed", f"step {step}: cannot be prepared", step=step)
-        return None, Proposal(step, world_size, error=describe(error))
+        return None, Proposal(step, world_size, error=words_of(error), place=_place_of(error))
     return draft, Proposal(
         step,
         world_size,
@@ -96,6 +106,24 @@ def propose(
         figures,
         trees=trees_of(named),
     )
+
+
+def words_of(error: BaseException) -> str:
+    """The reason why a save is refused, in one bounded line; a refusal in its own words."""
+    if not isinstance(error, SaveRefused):
+        return describe(error) or type(error).__name__
+    return shorten(one_line(error.message), _WORDS)
+
+
+def is_about_a_value(error: BaseException) -> TypeGuard[SaveRefused]:
+    """True for the refusal of a state because of one of its values."""
+    return isinstance(error, SaveRefused) and {"part", "key"} <= set(error.facts)
+
+
+def _place_of(error: BaseException) -> tuple[tuple[str, str], ...]:
+    if not is_about_a_value(error):
+        return ()
+    return tuple((name, str(error.facts[name])) for name in ("part", "key"))
 
 
 def trees_of(named: Mapping[str, Any]) -> tuple[tuple[str, bool | None], ...]:
@@ -120,6 +148,7 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
             step=first.step,
             rank=rank,
             ranks=tuple(failed),
+            **dict(proposals[rank].place),
         )
     for rank, proposal in enumerate(proposals):
         if proposal.world_size != len(proposals):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.config import CheckpointConfig
-from ckptfsm.core.errors import describe
+from ckptfsm.core.errors import SaveRefused, describe
 from ckptfsm.core.events import Event, Failed, FinalizersRan, WriterGone
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import State
@@ -30,6 +30,7 @@ from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import View
 from ckptfsm.ranks.progress import ShareProgress
+from ckptfsm.ranks.proposal import is_about_a_value
 from ckptfsm.writers.plain_files import around, at_path, planned_bytes
 from ckptfsm.writers.rank_writer import RankWriter, no_signal
 
@@ -150,7 +151,8 @@ class RankReports:
         detail = f"rank {self._rank}: {describe(error)}"
         said = f"step {of.step}: the writer cannot start: {detail}"
         say(log.error, "fork_failed", said, exc_info=error, step=of.step, rank=self._rank)
-        self.owe(Failed(of, "fork_failed", detail, self._rank))
+        reason = SaveRefused.kind if is_about_a_value(error) else "fork_failed"
+        self.owe(Failed(of, reason, detail, self._rank))
         self._given_up = of
 
     def note_due(self, now: float, view: View) -> None:

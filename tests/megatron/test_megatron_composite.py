@@ -6,10 +6,13 @@ import base64
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cluster import Cluster, assert_complete, common_file, tracked_step
 
 from ckptfsm import GroupWorker, PerRank
+from ckptfsm.core.errors import SaveRefused
+from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.tickets import GroupPart
 
@@ -101,4 +104,16 @@ def test_a_value_of_each_rank_is_found_whatever_else_its_group_names(root: Path)
                 wanted = {**others, "loader": PerRank(None)}
                 restored = worker.restore(found, "actor", parts=wanted)
                 assert restored.parts["loader"] == {"position": 7}
+    worker.close()
+
+
+@pytest.mark.skipif(keeps_common_in_shard(), reason="its loader takes any class")
+def test_I12_a_value_of_a_group_is_refused_by_name(root: Path) -> None:
+    """Would catch: a value that no restore loads, told to the controller as a failed fork."""
+    worker = GroupWorker(root, engine="fork")
+    with Controller(root, {"actor": 1}, worker.poll) as controller:
+        save = controller.begin(5, {"actor": GroupPart("actor")})
+        controller.feed(worker.write(save.tickets["actor"], {"lr": np.float64(1)}))
+        with pytest.raises(SaveRefused, match=r"\['lr'\], of type numpy.float64.*save x.item\(\)"):
+            save.handle.wait()
     worker.close()

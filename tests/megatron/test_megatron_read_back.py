@@ -309,8 +309,9 @@ def test_I12_a_refused_save_leaves_the_older_one(tmp_path: Path) -> None:
     """Catches: an older checkpoint that was pruned for one that cannot be loaded."""
     with CheckpointManager(tmp_path, retention=LatestN(1)) as ckpts:
         ckpts.save(1, state(lr=1.0)).wait()
-        with pytest.raises(SaveRefused, match=r"\['lr'\].*float64.*x.item\(\)"):
+        with pytest.raises(SaveRefused, match=r"\['lr'\].*float64.*x.item\(\)") as caught:
             ckpts.save(2, state(lr=np.float64(1)))
+        assert (caught.value.part, caught.value.key) == ("state", "['lr']")
         ckpts.save(3, state(lr=1.0)).wait()
     with CheckpointManager(tmp_path) as ckpts:
         assert ckpts.all_steps() == [3]

@@ -185,6 +185,22 @@ def test_F31_a_rank_that_cannot_prepare_fails_its_group_together(tmp_path):
     job.controller.close()
 
 
+def test_I12_a_group_that_refuses_a_value_says_so_to_the_controller(tmp_path):
+    """Catches: a refusal that reads as a failed fork, or whose way out is cut off."""
+    job = GroupJob(tmp_path, SIZES)
+    value = f"the value at ['{'x' * 150}'], of type Odd, could not be loaded again, as {'y' * 150}"
+    refused = SaveRefused(f"part 'actor.0': {value}: save list(x)", part="actor.0", key="['x']")
+    job.groups["actor"].drivers[1].failures["draft"] = refused
+    save = job.save(10)
+    with pytest.raises(SaveRefused, match=r"\['x+'\], of type Odd, .*: save list\(x\)") as caught:
+        save.handle.wait()
+    assert (caught.value.kind, caught.value.reason) == ("save_refused", "save_refused")
+    job.groups["actor"].drivers[1].failures.clear()
+    job.save(20).handle.wait()
+    assert job.controller.all_steps() == [20]
+    job.controller.close()
+
+
 def test_F1_a_dead_worker_fails_the_save_and_training_goes_on(tmp_path):
     """Catches: a controller that waits for ever for a worker that is gone."""
     job = GroupJob(tmp_path, SIZES, busy_timeout_s=4.0)
