@@ -372,5 +372,5 @@ def _spec_of(name: str, value: Any, count: int) -> PartSpec:
     )
 
 
-def _same_part(ranks: Sequence[Mapping[str, PartSummary]], name: str) -> list[PartSummary]:
-    return [rank[name] for rank in ranks if name in rank]
+def _same_part(ranks: Sequence[Mapping[str, PartSummary]], name: str) -> dict[int, PartSummary]:
+    return {rank: parts[name] for rank, parts in enumerate(ranks) if name in parts}

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk.stock import COMMON_KEY
-from ckptfsm.megatron.read_back import ReadBack
+from ckptfsm.megatron.read_back import Lists, ReadBack, check_lists
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
 
 Bucket = tuple[tuple[WriteItem, Any], ...]
@@ -44,10 +44,11 @@ Values = Mapping[str, Sequence[ShardedBase]]
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """A rank's draft of a part for rank 0: its plan and its shardings, without data."""
+    """A rank's draft of a part for rank 0: its plan, its shardings and lists of them, without data."""
 
     plan: SavePlan
     shardings: list[Any]
+    lists: Lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class Plans:
         Raises ``SaveRefused`` for values that no restore could load.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
-        self._read_back.check(spec.name, state, common)
-        structure = [_structure_of(value) for value in nested_values(sharded)]
+        lists = self._read_back.check(spec.name, state, common)
+        structure = [lists, *(_structure_of(value) for value in nested_values(sharded))]
         known = self._known.pop(spec.name, None)
         if known is None or known.structure != structure:
             draft, known = _make(spec, sharded, common, structure, self._files)
@@ -132,7 +133,10 @@ def _structure_of(value: ShardedBase) -> list[Any]:
 def _make(
     spec: PartSpec, sharded: Any, common: Any, structure: list[Any], files: int
 ) -> tuple[PartDraft, _Plan | None]:
-    """Make a plan. Returns the draft too, and None for a plan that holds only for this state."""
+    """Make a plan. Returns the draft too, and None for a plan that holds only for this state.
+
+    ``structure`` begins with the lists of the state.
+    """
     shardings = [value.without_data() for value in nested_values(sharded)]
     check_not_empty(spec.name, shardings, SaveRefused)
     reserved = COMMON_KEY.partition("/")[0]
@@ -149,7 +153,7 @@ def _make(
     )
     split = [bucket for bucket in _split_by_size_and_type(files, plan.items) if bucket]
     buckets = tuple(tuple((item, _resolve(planner, item)) for item in bucket) for bucket in split)
-    summary = PartSummary(plan, shardings)
+    summary = PartSummary(plan, shardings, structure[0])
     draft = _draft(spec, buckets, common, summary)
     try:
         sources = tuple(
@@ -214,14 +218,15 @@ def _size_of(value: Any) -> int:
     return int(value.numel() * value.itemsize)
 
 
-def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
-    """At rank 0: check that the shards of all ranks make whole tensors.
+def merge_part(name: str, summaries: Mapping[int, PartSummary]) -> bytes:
+    """At rank 0: check that the shards of all ranks make whole tensors, and their lists whole lists.
 
-    Returns the planned metadata.
+    ``summaries`` are by rank. Returns the planned metadata.
 
-    Raises ``SaveRefused`` when shards overlap or do not cover a tensor.
+    Raises ``SaveRefused`` when shards overlap or do not cover a tensor, and see ``check_lists``.
     """
-    check_shards(name, [s.shardings for s in summaries], SaveRefused)
+    check_lists(name, {rank: s.lists for rank, s in summaries.items()})
+    check_shards(name, [s.shardings for s in summaries.values()], SaveRefused)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    _, metadata = planner.create_global_plan([s.plan for s in summaries])
+    _, metadata = planner.create_global_plan([s.plan for s in summaries.values()])
     return pickle.dumps(metadata)

@@ -17,9 +17,7 @@ import datetime
 import decimal
 import enum
 import fractions
-import functools
 import io
-import operator
 import pickle
 import re
 import tempfile
@@ -54,6 +52,8 @@ _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _KEY = "x"
 
 Reader = Callable[[IO[bytes]], Any]
+Lists = tuple[tuple[str, int, bool], ...]
+"""Lists of a state with sharded values: their place, their length, and if plain values are in them."""
 
 
 class Misfit(Exception):
@@ -79,32 +79,32 @@ class ReadBack:
         self._accepted: dict[tuple[str, Reader], tuple[str, list[Any]] | None] = {}
         self._takes_anything: bool | None = None
 
-    def check(self, part: str, state: Any, common: Any) -> None:
+    def check(self, part: str, state: Any, common: Any) -> Lists:
         """Refuse a state with values that could not be loaded, or tensors that are not whole (local).
 
-        ``common`` is what megatron-core writes of the plain values of ``state``. Raises
-        ``SaveRefused``, which names the values as they stand in ``state``.
+        ``common`` is what megatron-core writes of the plain values of ``state``. Returns the lists with
+        sharded values. Raises ``SaveRefused``, which names the values as they stand in ``state``.
         """
-        leaves: list[tuple[str, Any]] = []
-        _take_apart("", state, leaves, part)
-        for place, value in leaves:
-            said = misfit(value.data) if _is_written(value) else ""
+        walk = _Walk(part)
+        walk.take(None, state)
+        written = [(place, value) for place, value in walk.sharded if _is_written(value)]
+        for place, value in written:
+            said = misfit(value.data)
             if said:
-                raise _refusal(
-                    part, [Found(f"{place} (key {value.key!r})", value.data, Misfit(said))]
-                )
-        plain = [(place, value) for place, value in leaves if not isinstance(value, ShardedBase)]
+                where = f"{_words_of(place)} (key {value.key!r})"
+                raise _refusal(part, [Found(where, value.data, Misfit(said))])
         objects = [
-            (f"{place} (object {value.key!r})", value.data)
-            for place, value in leaves
-            if isinstance(value, ShardedObject) and _is_written(value)
+            (_Place(place, value.key, " (object {!r})"), value.data)
+            for place, value in written
+            if isinstance(value, ShardedObject)
         ]
         common_reader = load_object if self._common_in_shard else self._load_common
-        self._check(part, plain, common, common_reader)
+        self._check(part, walk.plain, common, common_reader)
         self._check(part, objects, [value for _, value in objects], load_object)
+        return tuple((_words_of(place), number, mixed) for place, number, mixed in walk.lists)
 
     def _check(
-        self, part: str, leaves: Iterable[tuple[str, Any]], whole: Any, reader: Reader
+        self, part: str, leaves: Iterable[tuple[_Place | None, Any]], whole: Any, reader: Reader
     ) -> None:
         """Raise unless ``reader`` could load ``whole``, which consists of ``leaves``."""
         seen = None
@@ -280,39 +280,109 @@ _WAYS: Mapping[str, str] = {
 # ---------------------------------------------------------------------------------------- words
 
 
-def _take_apart(place: str, value: Any, leaves: list[tuple[str, Any]], part: str) -> int:
-    """Add the values of a nested state to ``leaves``, with their places. Returns their kinds, as bits.
+class _Place(NamedTuple):
+    """A place in a state: a step from another place. Put into words only if it is told."""
 
-    Raises ``SaveRefused`` for a list that megatron-core would not put together again: it loads each
-    kind of values as a list of its own, and merges these by position.
+    before: _Place | None
+    step: Any
+    form: str = "[{!r}]"
+
+
+def _words_of(place: _Place | None) -> str:
+    steps = []
+    while place is not None:
+        steps.append(place.form.format(place.step))
+        place = place.before
+    return "".join(reversed(steps))
+
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_PLAIN_KIND, _SHARDED_KIND, _LEFT_OUT = 1, 2, 4  # bits
+
+
+@dataclasses.dataclass(slots=True)
+class _Walk:
+    """Takes a nested state apart. A list of scalars stays whole: it may have a million places.
+
+    ``lists`` are those with sharded values: their place and length, and whether plain values are among
+    them.
     """
-    if not isinstance(value, (dict, list)) or not value:
+
+    part: str
+    plain: list[tuple[_Place | None, Any]] = dataclasses.field(default_factory=list)
+    sharded: list[tuple[_Place | None, ShardedBase]] = dataclasses.field(default_factory=list)
+    lists: list[tuple[_Place | None, int, bool]] = dataclasses.field(default_factory=list)
+
+    def take(self, place: _Place | None, value: Any) -> int:
+        """Take a value apart. Returns the kinds of the values in it, as bits."""
+        if isinstance(value, ShardedBase):
+            self.sharded.append((place, value))
+            return _SHARDED_KIND
         if isinstance(value, LocalNonpersistentObject):
-            return 4
-        leaves.append((place, value))
-        return 2 if isinstance(value, ShardedBase) else 1
-    kinds = set()
-    for step, child in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(value, dict) and isinstance(child, (dict, list)) and not child:
-            child = {} if isinstance(child, dict) else []  # whatever class it has
-        kinds.add(_take_apart(f"{place}[{step!r}]", child, leaves, part))
-        if type(step) not in (str, int):
-            leaves.append((f"{place} key {step!r}", step))
-    if isinstance(value, list) and len(kinds) > 1:
-        raise SaveRefused(
-            f"part {part!r}: the list at {place} has sharded values at some of its places only, and "
-            "would not be loaded as it is: give a dict in its place",
-            part=part,
-            key=place,
-        )
-    return functools.reduce(operator.or_, kinds)
+            return _LEFT_OUT
+        if isinstance(value, dict) and value:
+            return self._take_dict(place, value)
+        if isinstance(value, list) and not _SCALARS.issuperset(map(type, value)):
+            return self._take_list(place, value)
+        self.plain.append((place, value))
+        return _PLAIN_KIND
+
+    def _take_dict(self, place: _Place | None, value: dict[Any, Any]) -> int:
+        kinds = 0
+        for key, child in value.items():
+            if isinstance(child, (dict, list)) and not child:
+                child = {} if isinstance(child, dict) else []  # whatever class it has
+            kinds |= self.take(_Place(place, key), child)
+            if type(key) not in (str, int):
+                self.plain.append((_Place(place, key, " key {!r}"), key))
+        return kinds
+
+    def _take_list(self, place: _Place | None, value: list[Any]) -> int:
+        """Raises ``SaveRefused`` for a list that megatron-core would not put together again: it loads
+        each kind of values as a list of its own, and merges these by position.
+        """
+        kinds = {self.take(_Place(place, number), child) for number, child in enumerate(value)}
+        if len(kinds) > 1:
+            where = _words_of(place)
+            raise SaveRefused(
+                f"part {self.part!r}: the list at {where} has sharded values at some of its places "
+                "only, and would not be loaded as it is: give a dict in its place",
+                part=self.part,
+                key=where,
+            )
+        (kind,) = kinds
+        if kind & _SHARDED_KIND:
+            self.lists.append((place, len(value), bool(kind & _PLAIN_KIND)))
+        return kind
 
 
-def _look(place: str, value: Any, reader: Reader) -> Found | None:
+def check_lists(part: str, lists: Mapping[int, Lists]) -> None:
+    """At rank 0: refuse lists that could not be loaded. ``lists`` are those of each rank of the part.
+
+    The plain values of the first rank are kept for all ranks. In a list, each rank's sharded values
+    are merged with them by position. Raises ``SaveRefused``.
+    """
+    first = min(lists)
+    kept = {place: length for place, length, mixed in lists[first] if mixed}
+    for rank, found in lists.items():
+        for place, length, _ in found:
+            if kept.get(place, length) != length:
+                raise SaveRefused(
+                    f"part {part!r}: the list at {place} has {length} places on rank {rank} and "
+                    f"{kept[place]} on rank {first}, whose plain values in it are kept for all ranks. "
+                    "So it could not be loaded: give a dict in its place",
+                    part=part,
+                    key=place,
+                    rank=rank,
+                )
+
+
+def _look(start: _Place | None, value: Any, reader: Reader) -> Found | None:
     """The innermost value here that cannot be loaded; None if all can."""
     error = _problem(value, reader)
     if error is None:
         return None
+    place = _words_of(start)
     seen: set[int] = set()
     while True:
         seen.add(id(value))

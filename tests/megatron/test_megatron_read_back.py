@@ -349,7 +349,7 @@ def test_a_checkpoint_of_before_names_what_is_refused_and_what_helps(
     """Catches: an error that is cut off before the refused class, with escape codes of a terminal, and
     with advice about shapes; or advice that does not help."""
     with monkeypatch.context() as patch, CheckpointManager(tmp_path) as ckpts:
-        patch.setattr(read_back.ReadBack, "check", lambda *arguments: None)
+        patch.setattr(read_back.ReadBack, "check", lambda *arguments: ())
         ckpts.save(1, state(x=value)).wait()
     with CheckpointManager(tmp_path) as ckpts:
         with caplog.at_level(logging.WARNING), pytest.raises(RestoreFailed) as caught:

@@ -97,6 +97,7 @@ def test_shared_objects_order_and_strides_make_no_difference():
         (1, 1.0),
         ("1", b"1"),
         ([1, 2], [2, 1]),
+        ([1.0], [1.0, 1.0]),
         (Kind.A, Kind.B),
         (Held(1, [Held(2)]), Held(1, [Held(3)])),
         (np.arange(3), np.arange(3)[::-1]),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+
 from ckptfsm.core.errors import SaveRefused  # noqa: E402
+from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
 from ckptfsm.megatron.read_back import ReadBack  # noqa: E402
 
 
@@ -17,3 +22,45 @@ def test_I12_a_value_that_the_loader_does_not_take_is_refused() -> None:
     values = {"losses": collections.deque([1.0])}
     with pytest.raises(SaveRefused, match=r"\['losses'\], of type collections.deque,.*list\(x\)"):
         ReadBack(common_in_shard=False).check("state", values, values)
+
+
+def _layers(rank: int, count: int, **more: Any) -> dict[str, Any]:
+    def one(number: int) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets(f"{rank}.{number}", torch.ones(1)), **more}
+
+    return {"model": {"layers": [one(number) for number in range(count)]}}
+
+
+def _merge(*states: dict[str, Any]) -> None:
+    drivers = [MegatronDriver(rank, 1) for rank in range(len(states))]
+    drafts = zip(drivers, states, strict=True)
+    drivers[0].merge([driver.draft({"state": state}).summary for driver, state in drafts])
+
+
+def test_I12_lists_of_other_lengths_with_plain_values_in_them_are_refused() -> None:
+    """Catches: a checkpoint that no start can load: one rank's list of plain values is merged with
+    each rank's list of sharded ones, by position."""
+    with pytest.raises(
+        SaveRefused, match="3 places on rank 1 and 2 on rank 0.*give a dict"
+    ) as found:
+        _merge(_layers(0, 2, n=1), _layers(1, 3, n=1))
+    assert (found.value.part, found.value.key) == ("state", "['model']['layers']")
+    with pytest.raises(SaveRefused, match="3 places on rank 1"):
+        _merge(_layers(0, 2, n=1), _layers(1, 3))
+
+
+def test_lists_that_can_be_loaded_are_not_refused() -> None:
+    """Catches: a refusal of the layers of pipeline stages, of which each rank has its own."""
+    _merge(_layers(0, 2), _layers(1, 3))
+    _merge(_layers(0, 2, n=1), _layers(1, 2, n=2))
+    _merge(_layers(0, 2), _layers(1, 3, n=1))
+    _merge(_layers(0, 2, n=1), {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))})
+
+
+def test_a_value_is_named_where_it_stands() -> None:
+    """Catches: a place that leads nowhere, now that places are put together when they are told."""
+    odd = {"runs": [{"a": 1}, {"best": [1.0, collections.deque()]}], (1, 2): "x"}
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1)), **odd}
+    with pytest.raises(SaveRefused, match=r"\['runs'\]\[1\]\['best'\]\[1\]") as caught:
+        ReadBack(common_in_shard=False).check("state", state, odd)
+    assert "(1, 2)" not in str(caught.value)
