@@ -16,14 +16,16 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import errno
 import fractions
 import io
+import os
 import pickle
 import re
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence, Set
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -42,7 +44,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ckptfsm.core.errors import SaveRefused, one_line, shorten
+from ckptfsm.core.errors import SaveRefused, StorageError, one_line, shorten
 from ckptfsm.disk.stock import COMMON
 from ckptfsm.megatron.blobs import Holes
 
@@ -115,6 +117,8 @@ class ReadBack:
                 return
             _load_without_data(pickled, reader)
         except Exception:  # whatever a class raises when it is pickled or loaded
+            if reader == self._load_common:
+                self._know_loader()
             found = [each for leaf in leaves if (each := _look(*leaf, reader)) is not None]
             if found:
                 raise _refusal(part, found) from found[0].error
@@ -122,16 +126,22 @@ class ReadBack:
         self._accepted[part, reader] = seen
 
     def _load_common(self, file: IO[bytes]) -> Any:
-        """Load as the installed megatron-core loads ``common.pt``."""
+        """Load as the installed megatron-core loads ``common.pt``, as far as that is known."""
         try:
             return torch.load(file, map_location="cpu")
         except pickle.UnpicklingError:
-            if self._takes_anything is None:
-                self._takes_anything = _common_takes_anything()
             if not self._takes_anything:
                 raise
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=False)
+
+    def _know_loader(self) -> None:
+        """Ask megatron-core once whether it takes any class. Raises ``StorageError``.
+
+        Not while a value is judged: a full disk would read as the value's fault.
+        """
+        if self._takes_anything is None:
+            self._takes_anything = _common_takes_anything()
 
 
 # --------------------------------------------------------------------------------------- loaders
@@ -161,14 +171,27 @@ class Probe:
 
 
 def _common_takes_anything() -> bool:
-    """True if the installed megatron-core unpickles any class from ``common.pt``; 0.13 and 0.17 do."""
-    with tempfile.TemporaryDirectory(prefix="ckptfsm-") as place:
-        save_config(CheckpointingConfig("torch_dist", 1), place)
-        torch.save(Probe(), f"{place}/{COMMON}")
-        try:
+    """True if the installed megatron-core unpickles any class from ``common.pt``; 0.13 and 0.17 do.
+
+    Needs a few bytes in the temporary directory, or raises ``StorageError``.
+    """
+    probe = io.BytesIO()
+    torch.save(Probe(), probe)  # into a file, torch would hide the error of a full disk
+    try:
+        with tempfile.TemporaryDirectory(prefix="ckptfsm-") as place:
+            save_config(CheckpointingConfig("torch_dist", 1), place)
+            Path(place, COMMON).write_bytes(probe.getvalue())
             dist_checkpointing.load_common_state_dict(place)
-        except pickle.UnpicklingError:
-            return False
+    except pickle.UnpicklingError:
+        return False
+    except OSError as error:
+        raise StorageError(
+            f"values have to be tried in a temporary directory, which cannot be used ({error}): mend "
+            "it, or set TMPDIR to another one",
+            file=error.filename or os.environ.get("TMPDIR"),
+            errno_name=errno.errorcode.get(error.errno or 0),
+            call="write",
+        ) from error
     return True
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import errno
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +15,10 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
-from ckptfsm.core.errors import SaveRefused  # noqa: E402
+from ckptfsm.core.errors import SaveRefused, StorageError  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
 from ckptfsm.megatron.read_back import ReadBack  # noqa: E402
+from ckptfsm.megatron.torch_dist import keeps_common_in_shard  # noqa: E402
 
 
 def test_I12_a_value_that_the_loader_does_not_take_is_refused() -> None:
@@ -64,3 +68,33 @@ def test_a_value_is_named_where_it_stands() -> None:
     with pytest.raises(SaveRefused, match=r"\['runs'\]\[1\]\['best'\]\[1\]") as caught:
         ReadBack(common_in_shard=False).check("state", state, odd)
     assert "(1, 2)" not in str(caught.value)
+
+
+@pytest.mark.skipif(keeps_common_in_shard(), reason="its loader takes any class")
+def test_I12_a_temporary_directory_that_cannot_be_used_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches: a full or missing temporary directory that is told as the fault of a value."""
+    values = {"losses": collections.deque([1.0])}
+    judge = ReadBack(common_in_shard=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(StorageError, match="temporary directory.*TMPDIR") as missing:
+        judge.check("state", values, values)
+    assert missing.value.errno_name == "ENOENT"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(Path, "write_bytes", Raises(full))
+        judge.check("state", values, values)
+    with pytest.raises(SaveRefused, match="collections.deque"):
+        judge.check("state", values, values)
+
+
+class Raises:
+    """Stands for a function that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *arguments: Any) -> None:
+        raise self.error
