@@ -36,7 +36,7 @@ class FileTree:
     ``every_rank`` says which of the ranks that give the part call ``make``:
 
     - False: the first. ``make`` may then hold no collective.
-    - True: each, which gets an empty directory. Its files are moved to the part's directory when
+    - True: each, which gets an empty directory. Its files and directories are moved to the part's when
       ``make`` returns. If two ranks wrote one name, the save fails. Collectives are allowed, if every
       rank of the job gives the part.
     - None: as False, but if several ranks give the part, a ``RanksDisagreeWarning`` says that the
@@ -204,11 +204,16 @@ def _stage_share(spec: PartSpec, tree: FileTree, location: str, rank: int) -> Tr
 
 
 def _move_files(spec: PartSpec, made: str, target: str, rank: int) -> Iterator[str]:
-    """Move the files of ``rank``; their names. Raises ``SaveFailed`` if there is one of a name."""
-    for directory, _, files in sorted(os.walk(made)):
+    """Move the files of ``rank``; their names. Raises ``SaveFailed`` if there is one of a name.
+
+    Makes empty directories too. A link to a directory is moved as a file: the writer refuses it.
+    """
+    for directory, inside, files in sorted(os.walk(made)):
         inner = "" if directory == made else os.path.relpath(directory, made)
-        for file in sorted(files):
-            name, path = join(inner, file), Path(make_inside(target, inner), file)
+        place = make_inside(target, inner)
+        links = [name for name in inside if Path(directory, name).is_symlink()]
+        for file in sorted(files + links):
+            name, path = join(inner, file), Path(place, file)
             if os.path.lexists(path):
                 said = f"{name} of part {spec.name!r} is written by rank {rank} and by another one"
                 raise SaveFailed(said, file=str(path), part=spec.name, rank=rank)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from groups import GroupJob
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, RankFailed, SaveFailed, SaveRefused
@@ -330,6 +331,57 @@ def test_I3_every_rank_writes_files_of_a_tree(tmp_path):
 
 
 NAMES = (("loader_", ".pt"), ("inner/", ""))
+
+
+def test_an_empty_directory_of_a_rank_is_kept(tmp_path):
+    """Catches: a tree that its reader does not take, because a directory without files is gone."""
+
+    def make_empty(directory: str) -> None:
+        Path(directory, "cache", "inner").mkdir(parents=True)
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(make_empty, every_rank=True)
+        return manager.save(1, parts={"state": {"w": 1}, "loader": tree}).wait().step
+
+    assert together(tmp_path, work) == [1, 1]
+    assert (tmp_path / "iter_0000001/loader/cache/inner").is_dir()
+
+
+@pytest.mark.parametrize("target", ["/etc", "/etc/passwd", "/nowhere"])
+def test_F16_a_link_in_a_tree_of_every_rank_is_refused(tmp_path, target):
+    """Catches: a link to a directory that is left out without a word, or told as something else."""
+
+    def link(directory: str) -> None:
+        os.symlink(target, Path(directory, f"link{Path(directory).name}"))
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(link, every_rank=True)
+        with pytest.raises(SaveFailed, match=r"linktree-loader-\d of part 'loader' is a symlink"):
+            manager.save(1, parts={"state": {"w": 1}, "loader": tree}).wait()
+        return manager.all_steps()
+
+    assert together(tmp_path, work) == [[], []]
+
+
+def test_I3_every_rank_of_a_group_writes_files_of_a_tree(tmp_path):
+    """Catches: a group in which one rank writes for all, or each into the directory of another."""
+
+    def make_one(directory: str) -> None:
+        Path(directory, Path(directory).name).write_text("made by a rank")
+
+    job = GroupJob(tmp_path, {"actor": 2, "critic": 2})
+    save = job.begin(1)
+    for name, ticket in save.tickets.items():
+        trees = {"model": {"w": "x"}, "loader": FileTree(make_one, every_rank=True)}
+        job.controller.feed(job.groups[name].write(ticket, [None, None], parts=trees))
+    save.handle.wait()
+    job.controller.close()
+    listed = {entry["name"] for entry in manifest_of(tmp_path, "iter_0000001")["files"]}
+    for name in ("actor", "critic"):
+        found = {f"{name}/loader/tree-{name}.0-{rank}" for rank in range(2)}
+        assert {each for each in listed if each.startswith(f"{name}/loader/")} == found
+        assert all((tmp_path / "iter_0000001" / each).is_file() for each in found)
+    assert list((tmp_path / "iter_0000001/.ckptfsm").glob("tree-*")) == []
 
 
 def test_I4_two_ranks_that_write_one_name_fail_the_save(tmp_path):
