@@ -32,14 +32,20 @@ from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.compat import process_group
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
-from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
+from ckptfsm.megatron.foreign import (
+    ForeignPart,
+    ForeignRequest,
+    common_files,
+    objects_in,
+    stage_foreign,
+)
 from ckptfsm.megatron.gate import Promise
 from ckptfsm.megatron.image_part import Held, stage_images
 from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
-from ckptfsm.megatron.read_back import misfit
+from ckptfsm.megatron.read_back import ReadBack, misfit
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
@@ -84,6 +90,7 @@ class MegatronDraft:
     templates: Templates | None
     copies: DeviceCopies
     promise: Promise
+    read_back: ReadBack
     held: Held = field(default_factory=Held)
 
     def stage(
@@ -110,6 +117,8 @@ class MegatronDraft:
                     jobs.append(stage_file(spec, value, location, self.rank))
             elif spec.kind == "foreign":
                 part = stage_foreign(spec, value, self.rank, location, self.foreign)
+                if value.build is not None:  # made only now; a ready one was looked at before
+                    check_request(self.read_back, spec.name, part.request.arguments, self.rank)
                 self.foreign.append(part)
                 jobs.append(part)
         if self.held.device is not None:
@@ -191,6 +200,12 @@ class MegatronDriver:
                 for spec in specs
                 if spec.kind == "torch_dist"
             )
+        for spec in specs:
+            made = values[spec.name]
+            if isinstance(made, ForeignRequest) and made.request is not None:
+                check_request(
+                    self._planner.read_back, spec.name, made.request.async_fn_args, self._rank
+                )
         plans, digest = self._summary_of(drafts)
         known = digest == self._accepted
         self._sent = digest
@@ -208,6 +223,7 @@ class MegatronDriver:
             self._templates,
             self._copies,
             self._promise,
+            self._planner.read_back,
         )
 
     def _summary_of(self, drafts: Sequence[PartDraft]) -> tuple[bytes, str]:
@@ -303,6 +319,15 @@ class MegatronDriver:
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:
         return load_parts(parts, directories, drop)
+
+
+def check_request(read_back: ReadBack, part: str, arguments: Any, rank: int) -> None:
+    """Refuse a request of another maker if what it has pickled could not be loaded (local).
+
+    Raises ``SaveRefused``.
+    """
+    common = common_files(arguments) if rank == 0 else ()
+    read_back.check_made(part, objects_in(arguments), common)
 
 
 @contextmanager

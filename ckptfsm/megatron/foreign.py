@@ -18,6 +18,8 @@ worker starts.
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
 import os
 import sys
@@ -476,6 +478,23 @@ def _index_of(item: Any) -> Any:
     """The index (key, offset) of a write item or a write result; None for anything else."""
     index = getattr(item, "index", None)
     return index if hasattr(index, "fqn") else None
+
+
+def objects_in(arguments: Any) -> list[tuple[str, io.BytesIO]]:
+    """The pickled objects among the items of a request's writer, by key."""
+    pairs = itertools.pairwise(tree_leaves(arguments))
+    return [
+        (_index_of(item).fqn, value)
+        for item, value in pairs
+        if isinstance(value, io.BytesIO) and _index_of(item) is not None
+    ]
+
+
+def common_files(arguments: Any) -> list[Path]:
+    """The files of the common state that the maker of a request has written, beside its shards."""
+    paths = (Path(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, (str, Path)))
+    shards = (path for path in paths if path.suffix == ".distcp" and path.parent.name)
+    return [place / COMMON for place in dict.fromkeys(path.parent for path in shards)]
 
 
 def _has_common(items: Any) -> bool:

@@ -95,11 +95,14 @@ class _Plan:
 
 
 class Plans:
-    """Plans of one rank by the names of their parts. ``files`` is the number of files of a part."""
+    """Plans of one rank by the names of their parts. ``files`` is the number of files of a part.
+
+    ``read_back`` judges the values of all of them.
+    """
 
     def __init__(self, files: int, common_in_shard: bool = False) -> None:
         self._files = files
-        self._read_back = ReadBack(common_in_shard)
+        self.read_back = ReadBack(common_in_shard)
         self._known: dict[str, _Plan] = {}
 
     def draft(self, spec: PartSpec, state: Any) -> PartDraft:
@@ -108,7 +111,7 @@ class Plans:
         Raises ``SaveRefused`` for values that no restore could load.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
-        lists = self._read_back.check(spec.name, state, common)
+        lists = self.read_back.check(spec.name, state, common)
         structure = [lists, *(_structure_of(value) for value in nested_values(sharded))]
         known = self._known.pop(spec.name, None)
         if known is None or known.structure != structure:

@@ -12,6 +12,7 @@ in a restore, and only that may refuse. Pickles that were accepted are remembere
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -124,6 +125,43 @@ class ReadBack:
                 raise _refusal(part, found) from found[0].error
             torch.save(whole, io.BytesIO(), pickle_module=_Pickling)  # nested too deeply, for one
         self._accepted[part, reader] = seen
+
+    def check_made(
+        self, part: str, objects: Iterable[tuple[str, io.BytesIO]], common: Iterable[Path]
+    ) -> None:
+        """Refuse what the maker of a request has pickled, if it could not be loaded (local).
+
+        ``objects`` are by key, ``common`` are files. The values inside cannot be named: they are loaded
+        by the loader's rule only. Raises ``SaveRefused``.
+        """
+        for key, value in objects:
+            self._check_made(part, key, io.BytesIO(value.getvalue()), load_object)
+        for path in common:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                path.open("rb") as file,
+            ):  # the writer tells
+                self._check_made(part, COMMON, file, self._load_common)
+
+    def _check_made(self, part: str, key: str, file: IO[bytes], reader: Reader) -> None:
+        try:
+            try:
+                _load_without_data(file, reader)
+            except pickle.UnpicklingError:
+                if reader != self._load_common:
+                    raise
+                self._know_loader()
+                _load_without_data(file, reader)
+        except StorageError:
+            raise
+        except Exception as error:  # whatever a class raises when it is loaded
+            raise SaveRefused(
+                f"part {part!r}: {key} of the request could not be loaded again, as "
+                f"{reason_of(error)}: put plain numbers, text, lists or tensors into the state, or call "
+                "torch.serialization.add_safe_globals wherever you save and restore",
+                part=part,
+                key=key,
+            ) from error
 
     def _load_common(self, file: IO[bytes]) -> Any:
         """Load as the installed megatron-core loads ``common.pt``, as far as that is known."""
@@ -241,7 +279,7 @@ def pickle_of(value: Any) -> Pickled:
     return file
 
 
-def _load_without_data(file: Pickled, reader: Reader) -> None:
+def _load_without_data(file: Pickled | IO[bytes], reader: Reader) -> None:
     file.seek(0)
     with torch.serialization.skip_data():
         reader(cast(IO[bytes], file))

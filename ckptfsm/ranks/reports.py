@@ -30,7 +30,7 @@ from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import View
 from ckptfsm.ranks.progress import ShareProgress
-from ckptfsm.ranks.proposal import is_about_a_value
+from ckptfsm.ranks.proposal import is_about_a_value, words_of
 from ckptfsm.writers.plain_files import around, at_path, planned_bytes
 from ckptfsm.writers.rank_writer import RankWriter, no_signal
 
@@ -148,7 +148,7 @@ class RankReports:
 
     def give_up(self, of: AttemptId, error: BaseException) -> None:
         """Give up an accepted share: the attempt fails at the next exchange."""
-        detail = f"rank {self._rank}: {describe(error)}"
+        detail = f"rank {self._rank}: {words_of(error)}"
         said = f"step {of.step}: the writer cannot start: {detail}"
         say(log.error, "fork_failed", said, exc_info=error, step=of.step, rank=self._rank)
         reason = SaveRefused.kind if is_about_a_value(error) else "fork_failed"

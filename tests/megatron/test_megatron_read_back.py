@@ -11,9 +11,11 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import io
 import logging
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -31,6 +34,7 @@ from ckptfsm.core.errors import RestoreFailed, SaveRefused
 from ckptfsm.megatron import read_back
 from ckptfsm.megatron.compat import process_group
 from ckptfsm.megatron.driver import MegatronDriver, refuse_misfits
+from ckptfsm.megatron.foreign import ForeignRequest
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 
 pytestmark = pytest.mark.megatron
@@ -362,3 +366,43 @@ def test_a_checkpoint_of_before_names_what_is_refused_and_what_helps(
         assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in said
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         assert ckpts.restore(state()) is not None
+
+
+def request_for(directory: Path, value: Any) -> Any:
+    """A request as megatron-core makes it: a shard with an object, and a ``common.pt`` beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.save({"lr": value}, directory / "common.pt")
+    held = io.BytesIO()
+    torch.save([1], held)
+    item = SimpleNamespace(index=MetadataIndex("rng"))
+    bucket = (str(directory / "__0_0.distcp"), "__0_0.distcp", ([(item, held)], []))
+    return SimpleNamespace(async_fn=print, async_fn_args=[0, [bucket]], finalize_fns=[])
+
+
+@pytest.mark.skipif(keeps_common_in_shard(), reason="its loader takes any class")
+@pytest.mark.parametrize("ready", [True, False])
+def test_I12_what_another_maker_has_pickled_is_loaded_back(tmp_path: Path, ready: bool) -> None:
+    """Catches: a request with a value that no start can load, which is tracked."""
+
+    def staged(name: str, value: Any) -> None:
+        place = tmp_path / name
+        request = {"request": request_for(place, value)}
+        build = {"build": lambda directory: request_for(place, value)}
+        made = MegatronDriver(0, 1).draft({"a": ForeignRequest(**(request if ready else build))})
+        if not ready:
+            made.stage(str(tmp_path), made.specs, {})
+
+    staged("good", 1.0)
+    with pytest.raises(SaveRefused, match="common.pt of the request.*numpy.*scalar") as caught:
+        staged("bad", np.float64(1))
+    assert (caught.value.part, caught.value.key) == ("a", "common.pt")
+
+
+def test_I12_an_object_of_another_maker_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    """Catches: an object of a class that is made while the trainer runs, or whose pickle is torn."""
+    request = request_for(tmp_path, 1.0)
+    ((_, _, ([(_, held)], _)),) = request.async_fn_args[1]
+    held.truncate(held.getbuffer().nbytes // 2)
+    with pytest.raises(SaveRefused, match="rng of the request could not be loaded again") as caught:
+        MegatronDriver(0, 1).draft({"a": ForeignRequest(request=request)})
+    assert caught.value.key == "rng"
