@@ -132,7 +132,8 @@ class Channel:
             end = _LENGTH.size + length
             if len(self._data) < end:
                 break
-            messages.append(pickle.loads(bytes(self._data[_LENGTH.size : end])))
+            with memoryview(self._data) as data, data[_LENGTH.size : end] as body:
+                messages.append(pickle.loads(body))  # not copied: a part of bytes may be large
             del self._data[:end]
         return messages
 
