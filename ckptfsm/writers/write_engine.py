@@ -130,15 +130,15 @@ class WriteEngine:
     def _spawned(self) -> Spawned:
         process = Spawned("ckptfsm.writers.write_process", "main")
         try:
-            self._ask(process, SERVE_S)
+            self._ask(process)
         except BaseException:
             process.kill()
             raise
         return process
 
-    def _ask(self, process: Spawned, timeout_s: float) -> None:
+    def _ask(self, process: Spawned) -> None:
         at = ctypes.addressof(self._probe)
-        process.send(Probe(at, self._probe.raw, self._settings.imports), timeout_s=timeout_s)
+        process.send(Probe(at, self._probe.raw, self._settings.imports))
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -337,10 +337,8 @@ class WriteEngine:
     def _begun(self, process: Spawned, order: Order, fds: Sequence[int], deadline: float) -> str:
         """Let the process begin the job. Returns the reason why it did not, or ""."""
         try:
-            packed = order.packed()
-            left = max(0.0, deadline - time.monotonic())
-            process.send(packed, fds, left)  # a large order takes its time
-            answer, problem = self._answer(process, time.monotonic() + left)
+            process.send(order.packed(), fds)
+            answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
         except BaseException:  # a Ctrl-C
@@ -403,7 +401,7 @@ class WriteEngine:
         """Wait for the process's hello. Returns the reason why there is none, or ""."""
         try:
             if self._greeted:  # by an earlier one; it may have been stopped since
-                self._ask(process, max(0.0, deadline - time.monotonic()))
+                self._ask(process)
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
@@ -417,6 +415,7 @@ class WriteEngine:
 
     def _answer(self, process: Spawned, deadline: float) -> tuple[object, str]:
         """The next message of the process; or None, and the reason why there is none."""
+        left = deadline - time.monotonic()
         while True:
             exitcode = process.exitcode()  # first: all that it said is there once it has ended
             message = process.next_message(0.0 if exitcode is not None else LISTEN_S)
@@ -424,7 +423,9 @@ class WriteEngine:
                 return message, ""
             if exitcode is not None:
                 return None, Outcome(exitcode).explain()
-            if time.monotonic() > deadline:
+            if time.monotonic() > max(
+                deadline, process.sent_at + left
+            ):  # a large order takes longer
                 return None, f"it does not answer, at {process.whereabouts()}"
             self._raise_interruption()
 

@@ -200,7 +200,9 @@ class WriteJob:
         self._order_when_copied()
         if self._later is not None:
             timeout_s = min(timeout_s, _COPY_LOOK_S)
-        late = self._begin_by is not None and time.monotonic() > self._begin_by
+        late = self._begin_by is not None and time.monotonic() > max(
+            self._begin_by, self._process.sent_at + SERVE_S
+        )
         exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
             if isinstance(message, Taken):

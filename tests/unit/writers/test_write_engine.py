@@ -1289,6 +1289,35 @@ def test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor(
         assert end.reason == "writer_died" and "it did not begin in 0.5 s, at" in end.detail
 
 
+def test_a_late_order_to_a_process_that_does_not_read_waits_for_nothing(engine, storage, root):
+    """Catches: an agent that holds the lock of the trainer's gate until the process has read a large
+    order, so that a Ctrl-C is unheard and the step stands still; a save that is given up by that."""
+    copies = Copies()
+    large = FilePart("data.pt", "data.pt", os.urandom(4 * MIB))
+    run = writer(engine(mode="gated"), storage, copied_part(copies), large)
+    os.kill(pid_of(run), signal.SIGSTOP)
+    copies.made = True
+    assert run.poll(0.0) == [WriterForked(OF, 0, 1)]
+    run.process._process.resume()
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert (root / LOCATION / "data.pt").read_bytes() == large.data
+
+
+def test_an_interrupt_ends_the_wait_for_a_process_that_does_not_read(
+    engine, storage, root, monkeypatch, caplog
+):
+    """Catches: a Ctrl-C that is unheard while a stopped process leaves a large order unread."""
+    used = engine(mode="gated")
+    ends(writer(used, storage, State().part()))
+    struck = end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    used.hear = lambda: KeyboardInterrupt() if struck else None
+    image = image_of("x", [Literal(bytes(4 * MIB)), *State().part().images[0].pieces])
+    with pytest.raises(KeyboardInterrupt):
+        used(storage, job(ImagePart("state", "", (image,))))
+    assert [each.exitcode() for each in struck] == [-signal.SIGKILL]
+    assert caplog.records == [], "it was not given up first"
+
+
 def test_a_forked_writer_gets_the_memory_of_the_copies(engine, root):
     """Catches: a child that is forked before the accelerator has filled its memory."""
     storage, copies = _CountingDisk(root), Copies()
