@@ -158,6 +158,7 @@ class BaseGroupWorker:
         try:
             self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, problem))
         except Exception as error:  # without that receipt the checkpoint fails
+            self._drop_writer()
             self._fail(ticket.of, f"{problem}; {describe(error)}")
 
     def _judge(
@@ -269,6 +270,7 @@ class BaseGroupWorker:
             changed=str if draft is None else draft.changed,
             let_go=str if draft is None else draft.let_go,
         )
+        self._writer.begin()
         total = planned_bytes((share,)) or (draft.expected_bytes if draft is not None else None)
         self._progress = ShareProgress(self._writer, self._ports.clock, began, total)
         self._begun = True

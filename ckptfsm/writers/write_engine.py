@@ -59,7 +59,7 @@ from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import STAGING, receipt_name
-from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
@@ -177,13 +177,14 @@ class WriteEngine:
             return self._forked(storage, job, ranges)
         reading = replace(reading, count=self._new_count())
         process: Spawned | None = None
+        broken_off: BaseException | None = None
         try:
             order = self._order(storage, job, reading)
             deadline = time.monotonic() + left
             if copying is not None:
                 process = self._ready(deadline)
             else:
-                process = self._ordered(order, storage, reading, deadline)
+                process, broken_off = self._ordered(order, storage, reading, deadline)
         finally:
             if process is None and reading.arena is not None:  # also after a Ctrl-C
                 reading.arena.close()
@@ -199,12 +200,15 @@ class WriteEngine:
             later=give if copying is not None else None,
             again=again if _may_restart(job) else None,
         )
+        if broken_off is not None:
+            running.kill(0.0)
+            raise NotGone(running, broken_off)
         try:
             if copying is not None:
                 copying.host_copied = not reading.lent
                 if not self._gate:
                     copying.order_updates()
-        except BaseException:  # of the accelerator: the caller will not get this writer
+        except BaseException:  # of the accelerator, so the process has no order yet
             running.kill(_KILL_WAIT_S)
             raise
         return running
@@ -310,20 +314,25 @@ class WriteEngine:
 
     def _ordered(
         self, order: Order, storage: Storage, reading: Reading, deadline: float
-    ) -> Spawned | None:
-        """A process that has begun the job, perhaps the second one; None if only a fork is left."""
+    ) -> tuple[Spawned | None, BaseException | None]:
+        """A process that has begun the job, perhaps the second one; None if only a fork is left.
+
+        With it, the interrupt that broke the launch off, if the process was not gone in time.
+        """
         fds = _descriptors(storage, reading)
         for last in (False, True):
             process = self._ready(deadline)
             if process is None:
                 break
-            problem = self._begun(process, order, fds, _share(deadline, last=last))
-            if not problem:
-                return process
-            if not process.kill():
-                return (
-                    process  # it hangs in the kernel: its job learns of its end, and begins again
-                )
+            try:
+                problem = self._begun(process, order, fds, _share(deadline, last=last))
+            except BaseException as error:  # a Ctrl-C
+                if process.kill():
+                    raise
+                return process, error
+            # One that hangs in the kernel: its job learns of its end, and begins again.
+            if not problem or not process.kill():
+                return process, None
             process.close()
             if last:
                 self._say_not_started(f"the writer is forked: {problem}")
@@ -332,7 +341,7 @@ class WriteEngine:
             order = replace(order, again=_may_restart(order.job))
         if order.again:
             remove_files(storage, order.job)  # the fork creates them exclusively, too
-        return None
+        return None, None
 
     def _begun(self, process: Spawned, order: Order, fds: Sequence[int], deadline: float) -> str:
         """Let the process begin the job. Returns the reason why it did not, or ""."""
@@ -341,9 +350,6 @@ class WriteEngine:
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
-        except BaseException:  # a Ctrl-C
-            process.kill()
-            raise
         return "" if isinstance(answer, Accepted) else problem or f"it answered {answer}"
 
     def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
@@ -361,7 +367,7 @@ class WriteEngine:
         process = self._spawned()
         try:
             process.send(replace(order, again=True).packed(), _descriptors(storage, reading))
-        except BaseException:
+        except BaseException:  # it has no whole order
             process.kill()
             raise
         return process
@@ -405,7 +411,7 @@ class WriteEngine:
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
-        except BaseException:  # a Ctrl-C
+        except BaseException:  # a Ctrl-C; it has no order
             process.kill()
             raise
         if isinstance(answer, Hello):

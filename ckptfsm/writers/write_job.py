@@ -236,11 +236,11 @@ class WriteJob:
             return False
         if process is None:
             return False
-        if self.killed:  # meanwhile, by the engine's end
-            process.kill(0.0)
-            return False
         self._process, self._failure = process, None
         self._ordered, self._begun, self._begin_by = True, False, time.monotonic() + SERVE_S
+        if self.killed:  # meanwhile, by the engine's end; it has the order
+            process.kill(0.0)
+            return True
         say(log.warning, "writer_restarted", f"{died}; another one begins again")
         if self._confirmed:
             self.confirm()

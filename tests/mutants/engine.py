@@ -178,14 +178,37 @@ MUTANTS = (
     mutant(
         "a-successor-of-a-writer-that-lives",
         "writers.write_engine:WriteEngine._ordered",
-        "if not process.kill():",
-        "if process.kill() is None:",
+        "if not problem or not process.kill():",
+        "if not problem or process.kill() is None:",
         breaks="I4",
         source="F13",
         killers=(
             "tests:test_write_engine.py::test_F13_no_writer_begins_beside_one_that_does_not_end",
         ),
         why="two processes write the same attempt",
+    ),
+    mutant(
+        "a-launch-that-is-broken-off-loses-its-process",
+        "writers.write_engine:WriteEngine._ordered",
+        "if process.kill():",
+        "if process.kill() is not None:",
+        breaks="I4",
+        source="F13",
+        killers=(
+            "tests:test_write_engine.py::test_F13_an_interrupt_tells_of_a_process_that_does_not_end",
+        ),
+        why="the attempt's space is given back while its writer writes on",
+    ),
+    mutant(
+        "a-writer-that-is-not-looked-at-is-let-go",
+        "writers.rank_writer:RankWriter.__init__",
+        "self.process, self._broken_off = error.process, error.reason",
+        "raise error.reason",
+        breaks="I4",
+        source="F13",
+        killers=(
+            "tests:test_manager.py::test_F13_a_writer_that_outlives_its_broken_launch_keeps_its_space",
+        ),
     ),
     mutant(
         "a-fork-meets-the-files-of-a-process",

@@ -33,7 +33,7 @@ from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import Outcome, RankJob
+from ckptfsm.core.ports import NotGone, Outcome, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers import write_engine, write_job
@@ -139,7 +139,9 @@ def job(*parts, of: AttemptId = OF) -> RankJob:
 
 
 def writer(engine, storage, *parts, of: AttemptId = OF, changed=str) -> RankWriter:
-    return RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, changed=changed)
+    made = RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, changed=changed)
+    made.begin()
+    return made
 
 
 def ends(writer: RankWriter) -> list[object]:
@@ -509,6 +511,48 @@ def test_F13_no_writer_begins_beside_one_that_does_not_end(engine, storage, root
     stuck.confirm()
     outcome = stuck.wait(WAIT_S)
     assert outcome is not None and outcome.succeeded, "another process begins once it is gone"
+
+
+def test_F13_an_interrupt_tells_of_a_process_that_does_not_end(engine, storage, monkeypatch):
+    """Catches: a process with a job that nobody knows of, after a Ctrl-C in its launch; one that begins
+    again after that."""
+    used = engine(mode="eager")
+    ends(writer(used, storage, State().part()))
+    first = used._process
+    struck = end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    used.hear = lambda: SystemExit() if struck else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Spawned, "kill", lambda *_: False)
+        with pytest.raises(NotGone) as raised:
+            used(storage, job(State().part()))
+        assert isinstance(raised.value.reason, SystemExit)
+        left = raised.value.process
+        assert not left.kill(0.0)
+    first.kill()
+    assert left.wait(WAIT_S) == Outcome(-signal.SIGKILL)
+    assert left.kill(0.0)
+
+
+def test_F13_a_job_that_begins_again_beside_the_end_of_its_engine_has_not_ended(
+    engine, storage, monkeypatch, dies
+):
+    """Catches: a process that is reported gone while it has the order."""
+    dies[0] = 1
+    late = engine(mode="gated")(storage, job(State().part()))
+    kill(late)
+    again = late._again
+
+    def meanwhile() -> Spawned:
+        process = again()
+        late.killed = True
+        process.kill = lambda timeout_s: False  # not gone in time
+        return process
+
+    late._again = meanwhile
+    assert late.poll() is None
+    assert not late.kill(0.0)
+    del late._process.kill
+    assert late.kill(WAIT_S)
 
 
 @pytest.mark.parametrize("executable", ["", None, "/nonexistent/python"])
