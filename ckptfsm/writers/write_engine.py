@@ -12,7 +12,8 @@ Rules:
 - Memory that the trainer cannot change (host copies of an accelerator's) needs no gate. The job keeps
   that memory alive until the process has read it.
 - While an accelerator still makes such copies, the process has no order. Each look at the job sends it
-  as soon as they are made. A process that dies before that fails its job.
+  as soon as they are made. If the process does not serve by then, another one gets the order, once.
+  There is no fork: the state is the trainer's again, and a fork would be made beside its threads.
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
@@ -330,7 +331,7 @@ class WriteEngine:
                 if process.kill():
                     raise
                 return process, error
-            # One that hangs in the kernel: its job learns of its end, and begins again.
+            # If it hangs in the kernel, its job learns of its end, and begins again.
             if not problem or not process.kill():
                 return process, None
             process.close()

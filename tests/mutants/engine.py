@@ -234,13 +234,13 @@ MUTANTS = (
     ),
     mutant(
         "a-successor-reads-before-the-accelerators-copy",
-        "writers.write_job:WriteJob._restarted",
-        "if self._later is not None or (self._copied and self._begun):",
-        "if self._copied and self._begun:",
+        "writers.write_job:WriteJob._listen",
+        "if exitcode is not None and self._later is not None:\n    time.sleep(timeout_s)\n    return",
+        "",
         breaks="I5",
         source="order",
         killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save",
+            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made_has_a_successor",
         ),
     ),
     mutant(

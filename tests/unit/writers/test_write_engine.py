@@ -1303,14 +1303,22 @@ def test_an_accelerator_that_hangs_meets_the_deadline(engine, storage):
     assert "its writer missed its deadline at the copy of the accelerator's state" in failed.detail
 
 
-def test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save(engine, storage, caplog):
-    """Catches: an order before the accelerator's copies; one to a dead process that ends the agent."""
-    run = writer(engine(), storage, copied_part(Copies()))
-    os.kill(pid_of(run), signal.SIGKILL)
-    end = ends(run)[-1]
-    assert isinstance(end, Failed)
-    assert "SIGKILL" in end.detail
-    assert caplog.records == [], "no other one reads memory that has no state yet"
+def test_F1_a_process_that_dies_before_the_copies_are_made_has_a_successor(
+    engine, storage, root, caplog
+):
+    """Catches: an order before the accelerator's copies; one to a dead process that ends the agent; a
+    save that fails though its state is there."""
+    copies = Copies()
+    run = writer(engine(), storage, copied_part(copies))
+    kill(run.process)
+    run.process.await_copy(0.1)
+    assert (run.poll(0.0), caplog.records) == ([], []), (
+        "no other one reads memory without the state"
+    )
+    copies.made = True
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+    assert [r.event for r in caplog.records] == ["writer_restarted"]
 
 
 @pytest.mark.parametrize("serves", [True, False])
@@ -1380,8 +1388,8 @@ def test_copies_of_the_trainer_are_kept_until_they_are_read(engine, storage, roo
     while the writer reads it, or kept after that."""
     owner = Owner()
     alive = weakref.ref(owner)
-    part = replace(State().part(lent=False), owner=owner)
-    run = writer(engine(free_bytes=lambda: 0), storage, part)
+    part = replace(State(size=40 * MIB).part(lent=False), owner=owner)
+    run = writer(engine(free_bytes=lambda: 0, buffer_bytes=8 * MIB), storage, part)
     assert run.has_copy
     assert isinstance(run.process, WriteJob)
     del part, owner
