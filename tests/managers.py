@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.writers.rank_writer import launch_forked
 
 TEMPLATE = {"weights": None}
@@ -70,6 +70,34 @@ class ReadLate:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
+
+
+class Lingering:
+    """A writer that the kernel keeps until a test lets it go. ``broken``: at its launch, or later."""
+
+    must_wait = False
+
+    def __init__(self, broken: BaseException, *, at_launch: bool) -> None:
+        self.gone = False
+        self._broken, self._at_launch = broken, at_launch
+
+    def launch(self, storage: Storage, job: RankJob) -> Lingering:
+        if self._at_launch:
+            raise NotGone(self, self._broken)  # type: ignore[arg-type]
+        return self
+
+    @property
+    def holds_copy(self) -> bool:
+        raise self._broken
+
+    def poll(self) -> Outcome | None:
+        return Outcome(-9) if self.gone else None
+
+    def written_bytes(self) -> int:
+        return 0
+
+    def kill(self, timeout_s: float) -> bool:
+        return self.gone
 
 
 class Elastic(Exception):

@@ -11,8 +11,8 @@ Rules:
 - A child points every inherited descriptor that it was not told to keep at ``/dev/null``, and
   ignores the signals that the trainer handles. A child ends only through ``os._exit``: it never
   returns into its parent's frames.
-- The kernel kills a child when the *thread* that forked it ends. A child forked from another thread
-  than the main one watches for its parent instead.
+- The kernel kills a child when the *thread* that forked it ends, also while the child is stopped. So a
+  child of another thread than the main one is forked by a thread of its own, which ends after it.
 - A lock that another thread of the parent held at the fork stays locked in the child for good. The
   parent continues only when the child reports that it runs. Until then the data is unchanged, and a
   child that hangs can be forked anew.
@@ -36,6 +36,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ _RUNS = b"\0"  # the first byte of every child; no frame begins with it
 _BEGIN_S = 5.0
 _FORKS = 3
 _REFUSED_S = (0.001, 0.01, 0.1, 1.0)
-_WATCH_S = 0.2
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
 _READ_BYTES = 1 << 16
@@ -229,19 +229,15 @@ def _fork(
 ) -> Child:
     with _named("pipe2"):
         read_end, write_end = above_streams(os.pipe2(os.O_CLOEXEC))
-    parent = os.getpid()
+    run = partial(_run_child, job, (read_end, write_end), keep, group, os.getpid())
     main_thread = threading.current_thread() is threading.main_thread()
-    with _collector_off():
-        try:
-            with _named("fork"):
-                pid = _forked()
-        except OSError:
-            os.close(read_end)
-            os.close(write_end)
-            raise
-        if pid == 0:
-            signed = parent if main_thread else -parent
-            _run_child(job, (read_end, write_end), keep, group, signed)
+    try:
+        with _collector_off(), _named("fork"):
+            pid = _forked(run) if main_thread else _Parent(run).forked()
+    except OSError:
+        os.close(read_end)
+        os.close(write_end)
+        raise
     os.close(write_end)
     if group:
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -260,7 +256,47 @@ def above_streams(fds: Sequence[int]) -> list[int]:
     return moved
 
 
-def _forked() -> int:
+class _Parent:
+    """A thread that forks a child, and lives as long: the kernel takes it for the child's parent."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = [run]  # with the trainer's data: not longer than the fork
+        self._over = threading.Event()
+        self._pid = 0
+        self._error: BaseException | None = None
+
+    def forked(self) -> int:
+        """The pid of the child. Raises ``OSError``."""
+        try:
+            threading.Thread(target=self._live, daemon=True, name="ckptfsm-child").start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._pid
+
+    def _live(self) -> None:
+        try:
+            self._pid = _forked(self._run.pop())
+        except BaseException as error:  # raised by ``forked``
+            self._error = error
+            return
+        finally:
+            self._over.set()
+        with contextlib.suppress(ChildProcessError):  # it was reaped
+            os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+
+
+def _forked(run: Callable[[], None]) -> int:
+    """Fork a child that runs ``run``, which never returns there."""
+    pid = _fork_once_allowed()
+    if pid == 0:
+        run()
+    return pid
+
+
+def _fork_once_allowed() -> int:
     """``os.fork``, retried while an audit hook refuses it.
 
     The hook of filelock 4.2.12 does so while another thread opens or closes the file of a lock.
@@ -292,7 +328,7 @@ def _run_child(
     try:
         try:
             gc.disable()
-            _die_with(abs(parent), by_kernel=parent > 0)  # first: it may be stopped at any time
+            _die_with(parent)  # first: it may be stopped at any time
             os.write(pipe[1], _RUNS)
             if group:
                 os.setpgid(0, 0)
@@ -314,12 +350,9 @@ def _run_child(
         os._exit(code)
 
 
-def _die_with(parent: int, *, by_kernel: bool) -> None:
+def _die_with(parent: int) -> None:
     """End when the parent ends, in whatever way."""
-    if by_kernel:
-        _ask_kernel()
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    _ask_kernel()
     if os.getppid() != parent:  # the parent died between the fork and now
         os._exit(_ORPHANED)
 
@@ -356,12 +389,6 @@ def stand(pid: int) -> str:
         return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return f"{pid} is gone, or not ours to see"
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os._exit(_ORPHANED)
 
 
 def _reset_signals() -> None:

@@ -43,7 +43,6 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 253  # the most that the kernel takes with one message
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
-_SEND_S = 10.0
 _CHANNEL = 3  # the descriptor of the process's end of the socket
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
@@ -60,42 +59,61 @@ class Channel:
         self._end = end
         self._data = bytearray()
         self._fds: list[int] = []
+        self._unsent: list[memoryview] = []
         self._sending = threading.Lock()
+        self.sent_at = time.monotonic()  # when the other end last took something
 
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
-        """Send a message, and duplicates of ``fds``; None waits for the other end.
+    def post(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Begin to send a message, and duplicates of ``fds``. Waits for nothing.
 
-        Raises ``OSError`` if the other end is closed, or takes nothing for ``timeout_s``; all of a large
-        message takes longer. The rest of the message is lost then, and no other one can be sent.
+        ``receive`` sends the rest. Raises ``OSError`` if the other end is closed, or has no room for
+        descriptors.
         """
         body = pickle.dumps(message)
         frames = [memoryview(_LENGTH.pack(len(body))), memoryview(body)]  # not joined: a copy
+        with self._sending:
+            self._unsent = self._pushed([*self._unsent, *frames], fds)
+
+    def send(self, message: Any) -> None:
+        """Send a message, and wait until the other end took it. ``OSError`` if that is closed."""
+        self.post(message)
+        while not self._flush():
+            wait_for(self._end.fileno(), None, select.POLLOUT)
+
+    def _flush(self) -> bool:
+        """Send what the other end takes now. True if nothing is left."""
+        with self._sending:
+            self._unsent = self._pushed(self._unsent)
+            return not self._unsent
+
+    def _pushed(self, frames: list[memoryview], fds: Sequence[int] = ()) -> list[memoryview]:
+        """Send what the other end takes now of these frames. Returns the rest."""
         # socket.send_fds ignores its flags
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        with self._sending:
-            moved_at = time.monotonic()
-            while frames:
-                try:
-                    sent = self._end.sendmsg(frames, extra, socket.MSG_DONTWAIT)
-                except BlockingIOError as error:
-                    left = None if timeout_s is None else moved_at + timeout_s - time.monotonic()
-                    if left is not None and left <= 0:
-                        said = f"the other process took no message for {timeout_s:g} s"
-                        raise TimeoutError(errno.ETIMEDOUT, said) from error
-                    wait_for(self._end.fileno(), left, select.POLLOUT)
-                else:
-                    frames, extra = _rest(frames, sent), []  # descriptors go with the first byte
-                    moved_at = time.monotonic()
+        while frames:
+            try:
+                sent = self._end.sendmsg(frames, extra, socket.MSG_DONTWAIT)
+            except BlockingIOError as error:
+                if extra:  # later they may be closed, or stand for other files
+                    said = "the other process has no room for a message"
+                    raise TimeoutError(errno.ETIMEDOUT, said) from error
+                break
+            frames, extra = _rest(frames, sent), []  # descriptors go with the first byte
+            self.sent_at = time.monotonic()
+        return frames
 
     def receive(self, timeout_s: float | None) -> tuple[bool, list[Any]]:
-        """Everything that has arrived; None waits for something.
+        """Everything that has arrived; None waits for something. Goes on with a message of ours.
 
         Returns whether the other end is open, and the messages that are complete.
         """
-        wait_for(self._end.fileno(), timeout_s)
+        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        wait_for(self._end.fileno(), timeout_s, events)
+        with contextlib.suppress(ConnectionError):  # the reads below tell, after its last words
+            self._flush()
         while True:
             try:
                 data, fds = self._read()  # socket.recv_fds ignores its flags
@@ -196,17 +214,25 @@ class Spawned:
         # Where Yama guards memory, else without effect: our descendants may read it.
         _LIBC.prctl(_PR_SET_PTRACER, os.getpid(), 0, 0, 0)
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
-        """Send it a message; None gives it ``_SEND_S`` to take that.
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send it a message. Waits for nothing: ``listen`` sends the rest of a large one.
 
-        Raises ``OSError`` if the process has ended, or does not take it in time.
+        Raises ``OSError`` if the process has ended, or has no room for the descriptors.
         """
         if os.getpid() != self._owner:
             raise ConnectionError("this process did not start the writer")
-        self._channel.send(message, fds, _SEND_S if timeout_s is None else timeout_s)
+        self._channel.post(message, fds)
+
+    @property
+    def sent_at(self) -> float:
+        """When it last took a part of a message, by the monotonic clock."""
+        return self._channel.sent_at
 
     def listen(self, timeout_s: float = 0.0) -> list[Any]:
-        """Its messages since the last call; waits for one at most ``timeout_s``."""
+        """Its messages since the last call; waits for one at most ``timeout_s``.
+
+        Returns earlier, with none, when a message of ours went on.
+        """
         if os.getpid() != self._owner:
             return []
         if self._open:

@@ -21,13 +21,12 @@ from pydantic import ValidationError
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.owning import owned
-from ckptfsm.cli.reading import HERE, REFUSED, Root, Step, opened
+from ckptfsm.cli.reading import HERE, REFUSED, Place, Root, Step, opened, step_or_root
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, first_problem
 from ckptfsm.core.errors import ConfigError, DamagedRoot, OutcomeUnknown, RootBusy
 from ckptfsm.core.lifecycle import State
-from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recorded_policy import policy_of
@@ -60,21 +59,23 @@ def add_to(app: typer.Typer) -> None:
 
 def pin(
     step: Step,
+    place: Place = None,
     reason: Annotated[str, typer.Option(help="The reason, which ls and explain show.")] = "",
     root: Root = HERE,
     wait: Wait = 60.0,
 ) -> None:
     """Keep a checkpoint from pruning until it is unpinned."""
-    ask(root, wait, partial(Asked, errand="pin", step=step, reason=reason))
+    ask(place or root, wait, partial(Asked, errand="pin", step=step, reason=reason))
 
 
-def unpin(step: Step, root: Root = HERE, wait: Wait = 60.0) -> None:
+def unpin(step: Step, place: Place = None, root: Root = HERE, wait: Wait = 60.0) -> None:
     """End a pin. Retention decides anew."""
-    ask(root, wait, partial(Asked, errand="unpin", step=step))
+    ask(place or root, wait, partial(Asked, errand="unpin", step=step))
 
 
 def rollback(
     step: Step,
+    place: Place = None,
     root: Root = HERE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     wait: Wait = 60.0,
@@ -83,6 +84,7 @@ def rollback(
 
     A job that runs goes on from its memory: end it first, or start it again afterwards.
     """
+    root = place or root
     with opened(root) as storage:
         overview = look(storage)
     moved = overview.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
@@ -94,7 +96,9 @@ def rollback(
 
 
 def prune(
-    step: Annotated[int | None, typer.Argument(help="Only this step.", min=0, max=MAX_STEP)] = None,
+    ctx: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="[STEP]", help="Only this step.")] = "",
+    place: Place = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell, and change nothing.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Delete.")] = False,
     keep_latest: Annotated[int | None, typer.Option(help="Keep so many of the newest.")] = None,
@@ -109,6 +113,7 @@ def prune(
     """
     if dry_run is apply:
         raise typer.BadParameter("give --dry-run or --apply")
+    step, root = step_or_root(ctx, what, place or root)
     if step is not None:
         ask(root, wait, partial(Asked, errand="prune_step", step=step, dry=dry_run))
         return
@@ -162,10 +167,12 @@ def _verify_latest(root: Path, overview: Overview) -> None:
 
 def lease(
     step: Step,
+    place: Place = None,
     ttl: Annotated[float, typer.Option(help="Seconds to hold the lease.", min=0.0)] = 3600.0,
     root: Root = HERE,
 ) -> None:
     """Hold a reader lease on a checkpoint while this command runs, and print the path to read."""
+    root = place or root
     with opened(root) as storage:
         layout = look(storage).layout.name
     end = time.monotonic() + ttl

@@ -181,11 +181,14 @@ def _size_of(storage: Storage, path: str) -> int | None:
         return None
 
 
-def restore(name: Name, root: Root = HERE, owner_ended: OwnerEnded = False) -> None:
+def restore(
+    name: Name, place: Place = None, root: Root = HERE, owner_ended: OwnerEnded = False
+) -> None:
     """Bring a complete checkpoint back from quarantine, and pin it. No owner may live.
 
     If it is newer than the latest, it becomes the latest.
     """
+    root = place or root
     of = parse_aside(name)
     with opened(root) as storage:
         if of is None or lookup(storage, f"{QUARANTINE}/{name}") is None:
@@ -198,11 +201,13 @@ def restore(name: Name, root: Root = HERE, owner_ended: OwnerEnded = False) -> N
 
 def drop(
     name: Name,
+    place: Place = None,
     root: Root = HERE,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     wait: Wait = 60.0,
 ) -> None:
     """Delete a directory in quarantine, for good."""
+    root = place or root
     with opened(root) as storage:
         if name not in list_names(storage, QUARANTINE):
             raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")

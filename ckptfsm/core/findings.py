@@ -7,7 +7,7 @@ uses. So a finding never promises another outcome than the start's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
@@ -49,6 +49,7 @@ class Situation:
     - ``processes``: processes of this host that have files of the root open, beside its owner.
     - ``free_bytes``: free on the disk.
     - ``lost_segments``: files of the journal that are sealed, and gone.
+    - ``strangers``: files in the directory of a tracked step that its manifest does not list, by step.
     """
 
     ledger: Ledger
@@ -61,6 +62,7 @@ class Situation:
     processes: tuple[str, ...] = ()
     free_bytes: int | None = None
     lost_segments: tuple[str, ...] = ()
+    strangers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -70,6 +72,8 @@ _PUT_BACK = "put a good copy back; begin again only if there is none"
 _PUT_BACK_OR_RESTORE = "put a good copy back, or: ckptfsm quarantine restore {name}"
 _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last copy"
 _MOVE_OUT = "look at it, then move it out of the root"
+_MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
+_NAMED = 3  # of many files
 _BROKEN, _REPAIRED, _NOTE = Severity.BROKEN, Severity.REPAIRED, Severity.NOTE
 
 # For each rule of recovery: the code, the severity, and the way out.
@@ -203,6 +207,11 @@ def _of_names(facts: Situation) -> Iterator[Finding]:
     for name in evidence.mounts:
         words = f"{name} is on another file system: nothing is moved or deleted there"
         yield Finding("directory-on-another-device", _NOTE, words, "unmount it, or leave it")
+    for step, files in sorted(facts.strangers.items()):
+        named = ", ".join(files[:_NAMED]) + (", ..." if len(files) > _NAMED else "")
+        words = f"step {step}: {len(files)} {'files' if len(files) > 1 else 'file'}"
+        words += f" in its directory, but not of this checkpoint: {named}"
+        yield Finding("files-of-others", _NOTE, words, _MOVE_FILES_OUT, step)
     if facts.quarantined:
         words = f"{_names(facts.quarantined)} in quarantine: the library deletes nothing there"
         yield Finding("quarantine-in-use", _NOTE, words, _BY_DAY)

@@ -427,7 +427,22 @@ class WriterProcess(Protocol):
 
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
-"""Starts a rank's writer. The data may change once the writer ``holds_copy``."""
+"""Starts a rank's writer. The data may change once the writer ``holds_copy``.
+
+Raises ``NotGone`` if the launch is broken off while a process has the job, and cannot be ended in time.
+After any other error no process has it.
+"""
+
+
+class NotGone(Exception):
+    """A launch was broken off by ``reason``, and ``process`` may still write.
+
+    Kill it until it is gone.
+    """
+
+    def __init__(self, process: WriterProcess, reason: BaseException) -> None:
+        super().__init__(str(reason))
+        self.process, self.reason = process, reason
 
 
 class Draft(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
 from ckptfsm.core.findings import Situation
 from ckptfsm.core.layout import QUARANTINE, TRASH
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery import Plan, Resume
 from ckptfsm.disk.durable import list_names
-from ckptfsm.disk.inspection import gather_evidence
+from ckptfsm.disk.inspection import gather_evidence, read_manifest
 from ckptfsm.disk.overview import Overview
 from ckptfsm.disk.planning import plan_start
+from ckptfsm.disk.verification import strangers_in
 
 _MOST_LOOKS = 3
 
@@ -53,7 +56,18 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         processes_in(Path(storage.root), besides=(os.getpid(), *_pid_here(overview.owner))),
         storage.free_bytes(),
         overview.history.missing,
+        dict(_strangers(storage, overview)),
     )
+
+
+def _strangers(storage: Storage, overview: Overview) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The files of others in the directory of each tracked step that has some."""
+    for checkpoint in overview.ledger.in_state(State.TRACKED):
+        name = overview.layout.published_name(checkpoint.step)
+        with suppress(DamagedRoot, FileNotFoundError):  # the evidence tells of that
+            manifest = read_manifest(storage, name)
+            if manifest is not None and (found := strangers_in(storage, name, manifest)):
+                yield checkpoint.step, found
 
 
 def _pid_here(owner: Owner) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ class JobsBeside:
             if process is not None and process.is_open:
                 process.resume()  # one that is stopped could not end in order
                 with suppress(OSError):  # it has ended by itself
-                    process.send(stop, timeout_s=0.0)
+                    process.send(stop)
         return process
 
     def _run(self) -> None:

@@ -167,6 +167,7 @@ class BaseGroupWorker:
         try:
             self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, text))
         except Exception as error:  # without that receipt the checkpoint fails
+            self._drop_writer()
             self._fail(ticket.of, f"{text}; {describe(error)}", reason)
 
     def _judge(
@@ -278,6 +279,7 @@ class BaseGroupWorker:
             changed=str if draft is None else draft.changed,
             let_go=str if draft is None else draft.let_go,
         )
+        self._writer.begin()
         total = planned_bytes((share,)) or (draft.expected_bytes if draft is not None else None)
         self._progress = ShareProgress(self._writer, self._ports.clock, began, total)
         self._begun = True

@@ -130,6 +130,7 @@ class RankReports:
                 changed=draft.changed,
                 let_go=draft.let_go,
             )
+            self.writer.begin()
             total = planned_bytes(parts) or draft.expected_bytes or None
             self.progress = ShareProgress(self.writer, self._ports.clock, began, total)
             if self.agent is not None:

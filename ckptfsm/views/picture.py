@@ -35,7 +35,12 @@ _DATE = 66.0  # pixels from date to date, at least
 _STEP_X, _NAME_X = 96, 104  # right of the steps, left of the attempts' names
 _OVER = (188.0, 766.0)  # left and right of the panel with all attempts in time
 _ZOOM = (806.0, 1140.0)  # left and right of the panel with the single saves
+_AGAIN_X = 796  # right of the steps, where they stand again
 _END_X = 1160
+_LEFT, _RIGHT = (
+    (0, 786),
+    (720, _WIDTH),
+)  # of the two halves, which stand in a column on narrow screens
 _LEAST = 3.0  # pixels of the shortest state in the overview
 
 _COLOURS: Mapping[
@@ -67,10 +72,10 @@ h1{font-size:19px;margin:0 0 4px}
 p{margin:0 0 10px;color:var(--dim);max-width:1150px}
 ul{display:flex;flex-wrap:wrap;gap:4px 18px;list-style:none;margin:0 0 10px;padding:0}
 li svg{vertical-align:-3px;margin-right:6px}
-.scroll{overflow-x:auto}
-@media (max-width:1100px){body{margin:8px auto;padding:0 8px}h1{overflow-wrap:anywhere}
-.chart{min-width:0}}
-.chart{display:block;width:100%;min-width:1080px;height:auto}
+@media (max-width:1100px){body{margin:8px auto;padding:0 8px}h1{overflow-wrap:anywhere}}
+.halves{display:flex;flex-wrap:wrap;align-items:flex-start}
+.chart{display:block;min-width:0;height:auto}
+.left{flex:786 1 610px}.right{flex:660 1 512px}
 text{fill:var(--fg);font:12px system-ui,sans-serif;font-variant-numeric:tabular-nums}
 .dim{fill:var(--dim);font-size:11px}.head{font-weight:600}.bad{fill:var(--bad)}
 .end{text-anchor:end}
@@ -126,7 +131,7 @@ def render_html(lives: Sequence[Life], root: str = "") -> str:
 def _explain(older: int) -> str:
     said = (
         "One lane per attempt, in order of request. Left: attempts in time; states too short to see "
-        "are widened, long idle times are cut (//). Right: the save alone, from its request on. "
+        "are widened, long idle times are cut (//). Right, or below: the save alone, from its request. "
         "Hover over a bar for times."
     )
     return _tag("p", text=said + (f" {older:,} older attempts are not drawn." if older else ""))
@@ -165,27 +170,36 @@ def _chart(placed: Placed) -> str:
     over = overview_axis(placed, *_OVER)
     zoom = zoom_axis(placed, *_ZOOM)
     bottom = _TOP + _ROW * len(placed.lanes)
-    parts = [_stripe(row) for row in range(0, len(placed.lanes), 2)]
-    parts += _downtimes(placed, over, bottom)
-    parts += _epochs(placed, over, bottom)
-    parts += _grid(over, bottom, f"time since {placed.origin or 'the first record'}")
-    parts += _grid(zoom, bottom, "the save alone, time since its request")
-    parts += _wall_clock(over, placed, bottom)
-    parts += _breaks(over, bottom)
+    left = [_stripe(row) for row in range(0, len(placed.lanes), 2)]
+    right = list(left)
+    left += _downtimes(placed, over, bottom)
+    left += _epochs(placed, over, bottom)
+    left += _grid(over, bottom, f"time since {placed.origin or 'the first record'}")
+    right += _grid(zoom, bottom, "the save alone, time since its request")
+    left += _wall_clock(over, placed, bottom)
+    left += _breaks(over, bottom)
     for row, lane in enumerate(placed.lanes):
-        parts += _lane(lane, row, over, zoom)
-    parts.append(_tag("text", class_="head end", x=_STEP_X, y=16, text="step"))
-    parts.append(_tag("text", class_="head", x=_END_X, y=16, text="end"))
+        left += _left_lane(lane, row, over)
+        right += _right_lane(lane, row, zoom)
+    left.append(_tag("text", class_="head end", x=_STEP_X, y=16, text="step"))
+    right.append(_tag("text", class_="head", x=_END_X, y=16, text="end"))
     name = f"Timeline of {len(placed.lanes)} checkpoint attempts"
-    chart = _tag(
-        "svg",
-        *parts,
-        class_="chart",
-        viewBox=f"0 0 {_WIDTH} {bottom + _BELOW}",
-        role="img",
-        aria_label=name,
+    halves = (("left", _LEFT, left, name), ("right", _RIGHT, right, f"{name}: each save alone"))
+    return _tag(
+        "div",
+        *(
+            _tag(
+                "svg",
+                *parts,
+                class_=f"chart {side}",
+                viewBox=f"{start} 0 {stop - start} {bottom + _BELOW}",
+                role="img",
+                aria_label=said,
+            )
+            for side, (start, stop), parts, said in halves
+        ),
+        class_="halves",
     )
-    return _tag("div", chart, class_="scroll")
 
 
 def _stripe(row: int) -> str:
@@ -252,13 +266,20 @@ def _epochs(placed: Placed, axis: Axis, bottom: int) -> Iterable[str]:
             free = x + 6 * len(label) + 12
 
 
-def _lane(lane: Lane, row: int, over: Axis, zoom: Axis) -> Iterable[str]:
+def _left_lane(lane: Lane, row: int, over: Axis) -> Iterable[str]:
+    """The attempt among all others in time."""
     life, middle = lane.life, _TOP + row * _ROW + _ROW / 2
     yield _tag("text", class_="end", x=_STEP_X, y=middle + 4, text=f"step {life.step}")
     short = life.attempt.partition(".")[2]
     title = _tag("title", text=f"attempt {life.attempt}, {format_bytes(life.shard_bytes)}")
     yield _tag("text", title, class_="dim", x=_NAME_X, y=middle + 4, text=short)
     yield from _overview_bars(lane, middle, over)
+
+
+def _right_lane(lane: Lane, row: int, zoom: Axis) -> Iterable[str]:
+    """The save alone, and its end."""
+    life, middle = lane.life, _TOP + row * _ROW + _ROW / 2
+    yield _tag("text", class_="dim end", x=_AGAIN_X, y=middle + 4, text=f"{life.step}")
     if not life.adopted:
         yield from _zoom_bars(lane, middle, zoom)
     bad = "bad" if life.reason or life.end is S.FAILED else ""

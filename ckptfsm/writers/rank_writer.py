@@ -27,7 +27,17 @@ from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Clock, Launch, Outcome, PartJob, RankJob, Storage, Written
+from ckptfsm.core.ports import (
+    Clock,
+    Launch,
+    NotGone,
+    Outcome,
+    PartJob,
+    RankJob,
+    Storage,
+    WriterProcess,
+    Written,
+)
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.counted import Count, counted
@@ -146,6 +156,8 @@ def no_signal() -> None:
 class RankWriter:
     """A rank's writer as its trainer sees it: launched once, polled, killed at its deadline.
 
+    Keep it before ``begin``, which may raise: until ``kill`` returns True, its process may write.
+
     ``changed`` names data that was changed before the writer held its copy; "" if nothing was.
     ``let_go`` is called once the writer holds its copy. ``has_copy``: the trainer may change its data.
     ``ended_at`` is the time at which the writer's end was seen. ``durable_bytes`` is the size of its
@@ -176,14 +188,20 @@ class RankWriter:
         self._lent = any(part.lent for part in job.parts if isinstance(part, FromImages))
         self._lock = threading.RLock()  # an agent's thread looks too
         self.has_copy = False
-        self.process = launch(storage, job)
+        self._broken_off: BaseException | None = None
+        self.process: WriterProcess
         try:
-            if self._copying is not None and self._copying.host_copied:
-                self._is_intact()  # the trainer may change that part of its data from now on
-            self.look_at_copy()
-        except BaseException:  # the caller will not get this writer
-            self.process.kill(timeout_s=0.0)
-            raise
+            self.process = launch(storage, job)
+        except NotGone as error:
+            self.process, self._broken_off = error.process, error.reason
+
+    def begin(self) -> None:
+        """Look at the copy for the first time. Raises the error that broke the launch off."""
+        if self._broken_off is not None:
+            raise self._broken_off
+        if self._copying is not None and self._copying.host_copied:
+            self._is_intact()  # the trainer may change that part of its data from now on
+        self.look_at_copy()
 
     def poll(self, now: float) -> list[Event]:
         """Every report so far, again at every call: the caller remembers the ones it took.

@@ -12,7 +12,8 @@ Rules:
 - Memory that the trainer cannot change (host copies of an accelerator's) needs no gate. The job keeps
   that memory alive until the process has read it.
 - While an accelerator still makes such copies, the process has no order. Each look at the job sends it
-  as soon as they are made. A process that dies before that fails its job.
+  as soon as they are made. If the process does not serve by then, another one gets the order, once.
+  There is no fork: the state is the trainer's again, and a fork would be made beside its threads.
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
@@ -59,7 +60,7 @@ from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import STAGING, receipt_name
-from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
@@ -130,15 +131,15 @@ class WriteEngine:
     def _spawned(self) -> Spawned:
         process = Spawned("ckptfsm.writers.write_process", "main")
         try:
-            self._ask(process, SERVE_S)
+            self._ask(process)
         except BaseException:
             process.kill()
             raise
         return process
 
-    def _ask(self, process: Spawned, timeout_s: float) -> None:
+    def _ask(self, process: Spawned) -> None:
         at = ctypes.addressof(self._probe)
-        process.send(Probe(at, self._probe.raw, self._settings.imports), timeout_s=timeout_s)
+        process.send(Probe(at, self._probe.raw, self._settings.imports))
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -177,13 +178,14 @@ class WriteEngine:
             return self._forked(storage, job, ranges)
         reading = replace(reading, count=self._new_count())
         process: Spawned | None = None
+        broken_off: BaseException | None = None
         try:
             order = self._order(storage, job, reading)
             deadline = time.monotonic() + left
             if copying is not None:
                 process = self._ready(deadline)
             else:
-                process = self._ordered(order, storage, reading, deadline)
+                process, broken_off = self._ordered(order, storage, reading, deadline)
         finally:
             if process is None and reading.arena is not None:  # also after a Ctrl-C
                 reading.arena.close()
@@ -199,12 +201,15 @@ class WriteEngine:
             later=give if copying is not None else None,
             again=again if _may_restart(job) else None,
         )
+        if broken_off is not None:
+            running.kill(0.0)
+            raise NotGone(running, broken_off)
         try:
             if copying is not None:
                 copying.host_copied = not reading.lent
                 if not self._gate:
                     copying.order_updates()
-        except BaseException:  # of the accelerator: the caller will not get this writer
+        except BaseException:  # of the accelerator, so the process has no order yet
             running.kill(_KILL_WAIT_S)
             raise
         return running
@@ -310,20 +315,25 @@ class WriteEngine:
 
     def _ordered(
         self, order: Order, storage: Storage, reading: Reading, deadline: float
-    ) -> Spawned | None:
-        """A process that has begun the job, perhaps the second one; None if only a fork is left."""
+    ) -> tuple[Spawned | None, BaseException | None]:
+        """A process that has begun the job, perhaps the second one; None if only a fork is left.
+
+        With it, the interrupt that broke the launch off, if the process was not gone in time.
+        """
         fds = _descriptors(storage, reading)
         for last in (False, True):
             process = self._ready(deadline)
             if process is None:
                 break
-            problem = self._begun(process, order, fds, _share(deadline, last=last))
-            if not problem:
-                return process
-            if not process.kill():
-                return (
-                    process  # it hangs in the kernel: its job learns of its end, and begins again
-                )
+            try:
+                problem = self._begun(process, order, fds, _share(deadline, last=last))
+            except BaseException as error:  # a Ctrl-C
+                if process.kill():
+                    raise
+                return process, error
+            # If it hangs in the kernel, its job learns of its end, and begins again.
+            if not problem or not process.kill():
+                return process, None
             process.close()
             if last:
                 self._say_not_started(f"the writer is forked: {problem}")
@@ -332,20 +342,15 @@ class WriteEngine:
             order = replace(order, again=_may_restart(order.job))
         if order.again:
             remove_files(storage, order.job)  # the fork creates them exclusively, too
-        return None
+        return None, None
 
     def _begun(self, process: Spawned, order: Order, fds: Sequence[int], deadline: float) -> str:
         """Let the process begin the job. Returns the reason why it did not, or ""."""
         try:
-            packed = order.packed()
-            left = max(0.0, deadline - time.monotonic())
-            process.send(packed, fds, left)  # a large order takes its time
-            answer, problem = self._answer(process, time.monotonic() + left)
+            process.send(order.packed(), fds)
+            answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
-        except BaseException:  # a Ctrl-C
-            process.kill()
-            raise
         return "" if isinstance(answer, Accepted) else problem or f"it answered {answer}"
 
     def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
@@ -363,7 +368,7 @@ class WriteEngine:
         process = self._spawned()
         try:
             process.send(replace(order, again=True).packed(), _descriptors(storage, reading))
-        except BaseException:
+        except BaseException:  # it has no whole order
             process.kill()
             raise
         return process
@@ -403,11 +408,11 @@ class WriteEngine:
         """Wait for the process's hello. Returns the reason why there is none, or ""."""
         try:
             if self._greeted:  # by an earlier one; it may have been stopped since
-                self._ask(process, max(0.0, deadline - time.monotonic()))
+                self._ask(process)
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
-        except BaseException:  # a Ctrl-C
+        except BaseException:  # a Ctrl-C; it has no order
             process.kill()
             raise
         if isinstance(answer, Hello):
@@ -417,6 +422,7 @@ class WriteEngine:
 
     def _answer(self, process: Spawned, deadline: float) -> tuple[object, str]:
         """The next message of the process; or None, and the reason why there is none."""
+        left = deadline - time.monotonic()
         while True:
             exitcode = process.exitcode()  # first: all that it said is there once it has ended
             message = process.next_message(0.0 if exitcode is not None else LISTEN_S)
@@ -424,7 +430,9 @@ class WriteEngine:
                 return message, ""
             if exitcode is not None:
                 return None, Outcome(exitcode).explain()
-            if time.monotonic() > deadline:
+            if time.monotonic() > max(
+                deadline, process.sent_at + left
+            ):  # a large order takes longer
                 return None, f"it does not answer, at {process.whereabouts()}"
             self._raise_interruption()
 

@@ -71,9 +71,10 @@ class Engine(Protocol):
 class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``.
 
-    ``later`` gives the process its order, once an accelerator's copies are made. ``again`` starts
-    another process, once: for such copies, only while the first has not begun. A process that does not
-    begin in time is killed. ``killed``: the trainer ended it, though it may not be gone yet.
+    ``later`` gives the process its order, once an accelerator's copies are made. Until then its end
+    changes nothing. ``again`` starts another process, once: for such copies, only while the first has
+    not begun. A process that does not begin in time is killed. ``killed``: the trainer ended it, though
+    it may not be gone yet.
     """
 
     def __init__(
@@ -200,8 +201,13 @@ class WriteJob:
         self._order_when_copied()
         if self._later is not None:
             timeout_s = min(timeout_s, _COPY_LOOK_S)
-        late = self._begin_by is not None and time.monotonic() > self._begin_by
+        late = self._begin_by is not None and time.monotonic() > max(
+            self._begin_by, self._process.sent_at + SERVE_S
+        )
         exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
+        if exitcode is not None and self._later is not None:
+            time.sleep(timeout_s)  # it cannot have the order, and another process gets that
+            return
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
             if isinstance(message, Taken):
                 self._taken, self._kept = True, ()
@@ -221,8 +227,8 @@ class WriteJob:
         """Let another process begin again, if this one was killed and all memory is as it was."""
         again, self._again = self._again, None
         intact = not self._taken or self._whole
-        if self._later is not None or (self._copied and self._begun):
-            return False  # the accelerator's copies are not made, or may have been let go
+        if self._copied and self._begun:
+            return False  # the accelerator's copies may have been let go
         if again is None or exitcode >= 0 or not intact:
             return False
         died = f"the writer ended: {(self._failure or Outcome(exitcode)).explain()}"
@@ -234,11 +240,11 @@ class WriteJob:
             return False
         if process is None:
             return False
-        if self.killed:  # meanwhile, by the engine's end
-            process.kill(0.0)
-            return False
         self._process, self._failure = process, None
         self._ordered, self._begun, self._begin_by = True, False, time.monotonic() + SERVE_S
+        if self.killed:  # meanwhile, by the engine's end; it has the order
+            process.kill(0.0)
+            return True
         say(log.warning, "writer_restarted", f"{died}; another one begins again")
         if self._confirmed:
             self.confirm()

@@ -178,14 +178,37 @@ MUTANTS = (
     mutant(
         "a-successor-of-a-writer-that-lives",
         "writers.write_engine:WriteEngine._ordered",
-        "if not process.kill():",
-        "if process.kill() is None:",
+        "if not problem or not process.kill():",
+        "if not problem or process.kill() is None:",
         breaks="I4",
         source="F13",
         killers=(
             "tests:test_write_engine.py::test_F13_no_writer_begins_beside_one_that_does_not_end",
         ),
         why="two processes write the same attempt",
+    ),
+    mutant(
+        "a-launch-that-is-broken-off-loses-its-process",
+        "writers.write_engine:WriteEngine._ordered",
+        "if process.kill():",
+        "if process.kill() is not None:",
+        breaks="I4",
+        source="F13",
+        killers=(
+            "tests:test_write_engine.py::test_F13_an_interrupt_tells_of_a_process_that_does_not_end",
+        ),
+        why="the attempt's space is given back while its writer writes on",
+    ),
+    mutant(
+        "a-writer-that-is-not-looked-at-is-let-go",
+        "writers.rank_writer:RankWriter.__init__",
+        "self.process, self._broken_off = error.process, error.reason",
+        "raise error.reason",
+        breaks="I4",
+        source="F13",
+        killers=(
+            "tests:test_manager.py::test_F13_a_writer_that_outlives_its_broken_launch_keeps_its_space",
+        ),
     ),
     mutant(
         "a-fork-meets-the-files-of-a-process",
@@ -211,13 +234,13 @@ MUTANTS = (
     ),
     mutant(
         "a-successor-reads-before-the-accelerators-copy",
-        "writers.write_job:WriteJob._restarted",
-        "if self._later is not None or (self._copied and self._begun):",
-        "if self._copied and self._begun:",
+        "writers.write_job:WriteJob._listen",
+        "if exitcode is not None and self._later is not None:\n    time.sleep(timeout_s)\n    return",
+        "",
         breaks="I5",
         source="order",
         killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save",
+            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made_has_a_successor",
         ),
     ),
     mutant(

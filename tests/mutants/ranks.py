@@ -90,11 +90,21 @@ WRITERS = (
     mutant(
         "writers-outlive-their-trainer",
         "adapters.fork:_run_child",
-        "_die_with(abs(parent), by_kernel=parent > 0)",
+        "_die_with(parent)",
         "",
         breaks="F29",
         source="F29",
         killers=("tests:test_fork.py::test_F29_a_child_dies_with_its_trainer",),
+    ),
+    mutant(
+        "a-writer-ends-with-a-thread-of-its-trainer",
+        "adapters.fork:_fork",
+        "_forked(run) if main_thread else _Parent(run).forked()",
+        "_forked(run)",
+        breaks="F29",
+        source="F29",
+        killers=("tests:test_fork.py::test_F29_a_child_outlives_the_thread_that_forked_it",),
+        why="a save from a helper thread of the trainer fails when that thread ends",
     ),
     mutant(
         "a-descriptor-above-the-limit-ends-the-writer",

@@ -6,6 +6,7 @@ Each test names the bugs that it would catch. Everything here is a real fork.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -475,12 +476,16 @@ def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
     os.close(read_end)
 
 
+_prctl = ctypes.CDLL(None).prctl
+_PR_SET_CHILD_SUBREAPER = 36
 TRAINER = """
-import os, sys, threading
+import os, signal, sys, threading
 from ckptfsm.adapters.fork import fork_child
 alive = int(sys.argv[2])
 def job():
-    os.write(alive, b"child")
+    os.write(alive, b"%d" % os.getpid())
+    if sys.argv[3] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
     threading.Event().wait(60)
 def trainer():
     fork_child(job, keep=(alive,), group=True)
@@ -494,19 +499,30 @@ else:
 """
 
 
+@pytest.mark.parametrize("state", ["running", "stopped"])
 @pytest.mark.parametrize("thread", ["main", "other"])
-def test_F29_a_child_dies_with_its_trainer(thread: str):
+def test_F29_a_child_dies_with_its_trainer(thread: str, state: str):
     """Catches: an orphaned writer that holds the port, the GPU or the disk of the restarted job."""
     read_end, write_end = os.pipe()
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, thread, str(write_end)], cwd=ROOT, pass_fds=(write_end,)
+        [sys.executable, "-c", TRAINER, thread, str(write_end), state],
+        cwd=ROOT,
+        pass_fds=(write_end,),
     )
     os.close(write_end)
     try:
         assert select.select([read_end], [], [], WAIT_S)[0]
-        assert os.read(read_end, 100) == b"child"
+        child = int(os.read(read_end, 100))
+        # In its new parent's session no group is orphaned, so a stopped child gets no SIGHUP.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         trainer.kill()
-        assert wait_for_eof(read_end) == b"", "the child outlived its trainer"
+        trainer.wait(WAIT_S)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        try:
+            assert wait_for_eof(read_end) == b"", "the child outlived its trainer"
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     finally:
         trainer.kill()
         trainer.wait(WAIT_S)

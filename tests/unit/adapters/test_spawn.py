@@ -241,15 +241,38 @@ def test_a_process_that_the_trainer_forked_can_do_it_no_harm(echo):
     assert answer(process) == "mine"
 
 
-def test_a_process_that_is_stopped_is_named(echo, monkeypatch):
-    """Catches: a save that fails with "Resource temporarily unavailable", which names nothing."""
-    monkeypatch.setattr(spawn, "_SEND_S", 1)
+def test_a_message_to_a_stopped_process_goes_on_later(echo, tmp_path):
+    """Catches: a trainer that waits for a process which does not read; a message that is cut, or that
+    overtakes another one; an error that names nothing where descriptors have no room."""
     process = echo()
     process.send(("say", 5))
     assert answer(process) == 5
     os.kill(process.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match="the other process took no message for 1 s"):
-        process.send(("say", bytes(4 << 20)))
+    large = bytes(range(256)) * (4 << 12)
+    process.send(("say", large))
+    process.send(("say", "behind it"))
+    assert process.listen() == []
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(TimeoutError, match="the other process has no room for a message"):
+        process.send(("stat", None), [directory])
+    os.close(directory)
+    before = process.sent_at
+    process.resume()
+    assert answers(process, 2) == [large, "behind it"]
+    assert process.sent_at > before
+    process.send(("say", "whole"))
+    assert answer(process) == "whole"
+
+
+def test_F1_a_process_that_dies_with_half_a_message_is_heard(echo):
+    """Catches: an error, or a busy loop, instead of the end of the process."""
+    process = echo()
+    os.kill(process.pid, signal.SIGSTOP)
+    process.send(("say", bytes(4 << 20)))
+    os.kill(process.pid, signal.SIGKILL)
+    assert is_gone(process.pid)
+    assert (process.listen(), process.is_open) == ([], False)
+    assert process.exitcode() == -signal.SIGKILL
 
 
 CLOSED = """

@@ -653,3 +653,25 @@ def test_bad_calls_are_told(arguments, words, tmp_path, capsys):
     real_root(tmp_path, 10)
     status, _, err = ran(capsys, *arguments, "-r", tmp_path)
     assert status == 2 and words in err
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        ("pin", "10"),
+        ("unpin", "10"),
+        ("prune", "10", "--dry-run"),
+        ("prune", "--dry-run", "--keep-latest", "1"),
+        ("rollback", "10", "--yes"),
+        ("lease", "10", "--ttl", "0"),
+        ("quarantine", "drop", "20.e1.a2", "--yes"),
+        ("quarantine", "restore", "20.e1.a2"),
+    ),
+)
+def test_the_root_is_the_last_argument_of_commands_that_change_it(call, tmp_path, capsys):
+    """Catches: a command that changes another root than the one it is given; one that takes two."""
+    before, named = (real_root(tmp_path / name, 10, 20) for name in ("before", "named"))
+    if call[0] == "quarantine":
+        assert ran(capsys, "rollback", "10", "--yes", "-r", named)[0] == 0
+    assert ran(capsys, *call, named, "-r", before)[0] == 2, "the root is named twice"
+    assert ran(capsys, *call, named)[::2] == (0, "")

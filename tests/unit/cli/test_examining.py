@@ -77,6 +77,13 @@ def _without(*names: str) -> Callable[[Path], None]:
     return damage
 
 
+def _files_of_others(root: Path) -> None:
+    real_root(root, 10, 20)
+    for name in ("a", "b", "hf/config.json", "notes.txt"):
+        (root / "iter_0000020" / name).parent.mkdir(exist_ok=True)
+        (root / "iter_0000020" / name).write_text("mine")
+
+
 def _link(root: Path) -> None:
     real_root(root, 10, 20)
     (root / "iter_0000030").symlink_to(root / "iter_0000020")
@@ -165,6 +172,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F16": ("name-not-a-directory", _link),
     "F30": ("directory-unknown", _unknown),
     "withdrawn": ("quarantine-in-use", _withdrawn),
+    "files of others": ("files-of-others", _files_of_others),
     "F1 written": ("save-to-complete", _to_complete),
     "rollback": ("rollback-refused", _refused_rollback),
 }
@@ -176,6 +184,7 @@ LEFT_TO_PEOPLE = {
     "name-not-a-directory",
     "directory-unknown",
     "quarantine-in-use",
+    "files-of-others",
     "save-to-complete",
     "rollback-refused",
 }
@@ -195,6 +204,14 @@ def test_each_damage_is_recognised(name, tmp_path, capsys):
     code, damage = DAMAGE[name]
     damage(tmp_path / "root")
     assert code in codes(capsys, tmp_path / "root")
+
+
+def test_files_of_others_are_named_and_few_of_many(tmp_path, capsys):
+    """Catches: files that are deleted with their step, and that nobody was told of."""
+    _files_of_others(tmp_path)
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    said = "4 files in its directory, but not of this checkpoint: a, b, hf/config.json, ..."
+    assert (status, out.splitlines()[0]) == (0, f"note: step 20: {said}")
 
 
 @pytest.mark.damages_journal("damages roots in every way")

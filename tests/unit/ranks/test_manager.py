@@ -20,6 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from managers import (
     QUICK,
     TEMPLATE,
     Elastic,
+    Lingering,
     ReadLate,
     Struck,
     Unread,
@@ -67,6 +69,7 @@ from ckptfsm.core.errors import (
     WriterDied,
 )
 from ckptfsm.core.events import Event, ShardReported
+from ckptfsm.core.layout import STAGING
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Outcome
 from ckptfsm.core.retention import BestN, EveryNSeconds, EveryNSteps, LatestN, Policy
@@ -2458,3 +2461,24 @@ def test_an_error_behind_the_launch_ends_the_writer(run: Run, monkeypatch: pytes
     assert outcome is not None and outcome.exitcode == -signal.SIGKILL
     with pytest.raises(SaveFailed, match="behind the launch"):
         manager.wait_until_finished()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at_launch", [True, False])
+def test_F13_a_writer_that_outlives_its_broken_launch_keeps_its_space(run: Run, error, at_launch):
+    """Catches: space that is given back while a process may still write there, as a Ctrl-C broke off
+    the launch, or the first look at the writer failed."""
+    writer = Lingering(error, at_launch=at_launch)
+    ports = fake_ports(run.root, driver=run.driver, launch=writer.launch)
+    manager = Manager(ports, make_config(QUICK))
+    run.open_managers.append(manager)
+    struck = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) if struck else nullcontext():
+        manager.save(1, weights(1))
+    with pytest.raises(DeadlineExceeded):  # it waits for the writer
+        manager.wait_until_finished(timeout_s=0.3)
+    assert [*(run.root / STAGING).iterdir()] != []
+    writer.gone = True
+    with pytest.raises(SaveFailed):
+        manager.wait_until_finished()
+    assert [*(run.root / STAGING).iterdir()] == []

@@ -320,6 +320,20 @@ def test_the_page_is_well_formed_and_loads_nothing(crashed):
     assert "url(" not in page and "@import" not in page
 
 
+def test_the_halves_of_the_page_can_stand_in_a_column(crashed):
+    """Catches: letters of 5 pixels on a screen of 80 columns; a half whose lanes tell no step; halves
+    side by side with lanes at different heights."""
+    page = render_html(read_lives(crashed.storage))
+    halves = re.findall(r"(?s)<svg.*?</svg>", page.rpartition('class="halves"')[2])
+    boxes = [[*map(int, re.findall(r'viewBox="(.*?)"', half)[0].split())] for half in halves]
+    assert boxes[0][3] == boxes[1][3]
+    assert all(12 * 624 / width > 9 for _, _, width, _ in boxes), "of 12 pixels, in 80 columns"
+    for half, wanted in zip(halves, (">step 10<", ">10<"), strict=True):
+        assert wanted in half
+    grow = [int(n) for n in re.findall(r"flex:(\d+) 1", page)]
+    assert grow == [width for _, _, width, _ in boxes], "else their lanes drift apart"
+
+
 def test_hostile_text_is_escaped_everywhere(crashed):
     """Catches: a reason or detail of the journal that becomes markup."""
     lives = tuple(

@@ -33,7 +33,7 @@ from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import Outcome, RankJob
+from ckptfsm.core.ports import NotGone, Outcome, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers import write_engine, write_job
@@ -139,7 +139,9 @@ def job(*parts, of: AttemptId = OF) -> RankJob:
 
 
 def writer(engine, storage, *parts, of: AttemptId = OF, changed=str) -> RankWriter:
-    return RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, changed=changed)
+    made = RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, changed=changed)
+    made.begin()
+    return made
 
 
 def ends(writer: RankWriter) -> list[object]:
@@ -509,6 +511,48 @@ def test_F13_no_writer_begins_beside_one_that_does_not_end(engine, storage, root
     stuck.confirm()
     outcome = stuck.wait(WAIT_S)
     assert outcome is not None and outcome.succeeded, "another process begins once it is gone"
+
+
+def test_F13_an_interrupt_tells_of_a_process_that_does_not_end(engine, storage, monkeypatch):
+    """Catches: a process with a job that nobody knows of, after a Ctrl-C in its launch; one that begins
+    again after that."""
+    used = engine(mode="eager")
+    ends(writer(used, storage, State().part()))
+    first = used._process
+    struck = end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    used.hear = lambda: SystemExit() if struck else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Spawned, "kill", lambda *_: False)
+        with pytest.raises(NotGone) as raised:
+            used(storage, job(State().part()))
+        assert isinstance(raised.value.reason, SystemExit)
+        left = raised.value.process
+        assert not left.kill(0.0)
+    first.kill()
+    assert left.wait(WAIT_S) == Outcome(-signal.SIGKILL)
+    assert left.kill(0.0)
+
+
+def test_F13_a_job_that_begins_again_beside_the_end_of_its_engine_has_not_ended(
+    engine, storage, monkeypatch, dies
+):
+    """Catches: a process that is reported gone while it has the order."""
+    dies[0] = 1
+    late = engine(mode="gated")(storage, job(State().part()))
+    kill(late)
+    again = late._again
+
+    def meanwhile() -> Spawned:
+        process = again()
+        late.killed = True
+        process.kill = lambda timeout_s: False  # not gone in time
+        return process
+
+    late._again = meanwhile
+    assert late.poll() is None
+    assert not late.kill(0.0)
+    del late._process.kill
+    assert late.kill(WAIT_S)
 
 
 @pytest.mark.parametrize("executable", ["", None, "/nonexistent/python"])
@@ -1259,14 +1303,22 @@ def test_an_accelerator_that_hangs_meets_the_deadline(engine, storage):
     assert "its writer missed its deadline at the copy of the accelerator's state" in failed.detail
 
 
-def test_F1_a_process_that_dies_before_the_copies_are_made_fails_its_save(engine, storage, caplog):
-    """Catches: an order before the accelerator's copies; one to a dead process that ends the agent."""
-    run = writer(engine(), storage, copied_part(Copies()))
-    os.kill(pid_of(run), signal.SIGKILL)
-    end = ends(run)[-1]
-    assert isinstance(end, Failed)
-    assert "SIGKILL" in end.detail
-    assert caplog.records == [], "no other one reads memory that has no state yet"
+def test_F1_a_process_that_dies_before_the_copies_are_made_has_a_successor(
+    engine, storage, root, caplog
+):
+    """Catches: an order before the accelerator's copies; one to a dead process that ends the agent; a
+    save that fails though its state is there."""
+    copies = Copies()
+    run = writer(engine(), storage, copied_part(copies))
+    kill(run.process)
+    run.process.await_copy(0.1)
+    assert (run.poll(0.0), caplog.records) == ([], []), (
+        "no other one reads memory without the state"
+    )
+    copies.made = True
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+    assert [r.event for r in caplog.records] == ["writer_restarted"]
 
 
 @pytest.mark.parametrize("serves", [True, False])
@@ -1289,6 +1341,35 @@ def test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor(
         assert end.reason == "writer_died" and "it did not begin in 0.5 s, at" in end.detail
 
 
+def test_a_late_order_to_a_process_that_does_not_read_waits_for_nothing(engine, storage, root):
+    """Catches: an agent that holds the lock of the trainer's gate until the process has read a large
+    order, so that a Ctrl-C is unheard and the step stands still; a save that is given up by that."""
+    copies = Copies()
+    large = FilePart("data.pt", "data.pt", os.urandom(4 * MIB))
+    run = writer(engine(mode="gated"), storage, copied_part(copies), large)
+    os.kill(pid_of(run), signal.SIGSTOP)
+    copies.made = True
+    assert run.poll(0.0) == [WriterForked(OF, 0, 1)]
+    run.process._process.resume()
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert (root / LOCATION / "data.pt").read_bytes() == large.data
+
+
+def test_an_interrupt_ends_the_wait_for_a_process_that_does_not_read(
+    engine, storage, root, monkeypatch, caplog
+):
+    """Catches: a Ctrl-C that is unheard while a stopped process leaves a large order unread."""
+    used = engine(mode="gated")
+    ends(writer(used, storage, State().part()))
+    struck = end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    used.hear = lambda: KeyboardInterrupt() if struck else None
+    image = image_of("x", [Literal(bytes(4 * MIB)), *State().part().images[0].pieces])
+    with pytest.raises(KeyboardInterrupt):
+        used(storage, job(ImagePart("state", "", (image,))))
+    assert [each.exitcode() for each in struck] == [-signal.SIGKILL]
+    assert caplog.records == [], "it was not given up first"
+
+
 def test_a_forked_writer_gets_the_memory_of_the_copies(engine, root):
     """Catches: a child that is forked before the accelerator has filled its memory."""
     storage, copies = _CountingDisk(root), Copies()
@@ -1307,8 +1388,8 @@ def test_copies_of_the_trainer_are_kept_until_they_are_read(engine, storage, roo
     while the writer reads it, or kept after that."""
     owner = Owner()
     alive = weakref.ref(owner)
-    part = replace(State().part(lent=False), owner=owner)
-    run = writer(engine(free_bytes=lambda: 0), storage, part)
+    part = replace(State(size=40 * MIB).part(lent=False), owner=owner)
+    run = writer(engine(free_bytes=lambda: 0, buffer_bytes=8 * MIB), storage, part)
     assert run.has_copy
     assert isinstance(run.process, WriteJob)
     del part, owner
