@@ -366,7 +366,7 @@ MUTANTS = (
     mutant(
         "a-read-without-a-copy-needs-no-wait",
         "writers.write_engine:WriteEngine._reading",
-        "must_wait=eager",
+        "must_wait=bool(early)",
         "must_wait=False",
         breaks="I5",
         source="order",
@@ -419,7 +419,7 @@ MUTANTS = (
     mutant(
         "state-in-a-segment-is-read-after-the-launch",
         "writers.write_engine:WriteEngine._reading",
-        "copied = [each for each in ranges if eager or not self._is_lent(each)]",
+        "copied = [each for each in ranges if each in changing or not self._is_lent(each)]",
         "copied = [each for each in ranges if not self._is_lent(each)]",
         breaks="I5",
         source="order",
@@ -528,7 +528,7 @@ MUTANTS = (
     mutant(
         "an-eager-state-is-read-after-the-launch",
         "writers.write_engine:WriteEngine._reading",
-        'copied = lent if eager and self._settings.mode != "gated" else []',
+        'copied = early if self._gate or self._settings.mode != "gated" else []',
         "copied = []",
         breaks="I5",
         source="order",
