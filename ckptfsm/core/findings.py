@@ -47,6 +47,7 @@ class Situation:
     - ``decided``: the plan of a start, or the error with which it would be refused.
     - ``quarantined``, ``trashed``: names of directories there.
     - ``processes``: processes of this host that have files of the root open, beside its owner.
+    - ``forked``: processes of this host that a trainer forked, which have only its lock and journal.
     - ``free_bytes``: free on the disk.
     - ``lost_segments``: files of the journal that are sealed, and gone.
     - ``strangers``: files in the directory of a tracked step that its manifest does not list, by step.
@@ -63,6 +64,7 @@ class Situation:
     free_bytes: int | None = None
     lost_segments: tuple[str, ...] = ()
     strangers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    forked: tuple[str, ...] = ()
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -236,20 +238,32 @@ def _of_the_host(facts: Situation) -> Iterator[Finding]:
         here = "container" if owner.in_container else "host"
         words = f"{owner}: this {here} cannot see whether it lives"
         yield Finding("owner-elsewhere", _NOTE, words, f"look for pid {owner.pid} on {owner.host}")
-    if facts.processes and owner.ownership is not Ownership.LIVES:
-        yield _of_processes(facts)
+    if owner.ownership is not Ownership.LIVES:
+        yield from _of_processes(facts)
     yield from _of_the_disk(facts)
 
 
-def _of_processes(facts: Situation) -> Finding:
+def _of_processes(facts: Situation) -> Iterator[Finding]:
     """Processes that write into the root. Those of a living job are its writers."""
+    if facts.forked:
+        words = (
+            f"processes that a trainer forked still have its lock open: {'; '.join(facts.forked)}"
+        )
+        remedy = f"start the job; if their trainer is gone, end them: kill {_pids(facts.forked)}"
+        yield Finding("processes-left", _NOTE, words, remedy)
+    if not facts.processes:
+        return
     words = f"processes have files of the root open for writing: {'; '.join(facts.processes)}"
     if facts.owner.ownership is Ownership.ELSEWHERE:
         remedy = "leave them alone if the owner lives, else end them before a start"
-        return Finding("processes-left", _NOTE, words, remedy)
-    pids = " ".join(each.partition(" ")[0] for each in facts.processes)
-    remedy = f"look at each, then end them before a start: kill {pids}"
-    return Finding("processes-left", _BROKEN, words, remedy)
+        yield Finding("processes-left", _NOTE, words, remedy)
+        return
+    remedy = f"look at each, then end them before a start: kill {_pids(facts.processes)}"
+    yield Finding("processes-left", _BROKEN, words, remedy)
+
+
+def _pids(processes: tuple[str, ...]) -> str:
+    return " ".join(each.partition(" ")[0] for each in processes)
 
 
 def _of_the_disk(facts: Situation) -> Iterator[Finding]:

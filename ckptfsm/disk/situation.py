@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
 from ckptfsm.core.findings import Situation
-from ckptfsm.core.layout import QUARANTINE, TRASH
+from ckptfsm.core.layout import JOURNAL, LOCK, QUARANTINE, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery import Plan, Resume
@@ -45,6 +46,8 @@ def gathered(storage: Storage, overview: Overview) -> Evidence:
 def collect(storage: Storage, overview: Overview) -> Situation:
     """The facts about a root. Raises ``OSError`` or ``NewerSchema``."""
     evidence = gathered(storage, overview)
+    besides = (os.getpid(), *_pid_here(overview.owner))
+    processes = processes_in(Path(storage.root), besides)
     return Situation(
         overview.ledger,
         evidence,
@@ -53,10 +56,11 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         decide_start(overview, evidence),
         tuple(list_names(storage, QUARANTINE)),
         tuple(list_names(storage, TRASH)),
-        processes_in(Path(storage.root), besides=(os.getpid(), *_pid_here(overview.owner))),
+        processes.writing,
         storage.free_bytes(),
         overview.history.missing,
         dict(_strangers(storage, overview)),
+        processes.forked,
     )
 
 
@@ -75,34 +79,57 @@ def _pid_here(owner: Owner) -> tuple[int, ...]:
     return () if owner.ownership is Ownership.ELSEWHERE else (owner.pid,)
 
 
-def processes_in(root: Path, besides: tuple[int, ...]) -> tuple[str, ...]:
-    """The processes of this host that have files below ``root`` open, as ``pid name``.
+class Processes(NamedTuple):
+    """Processes of this host with files of a root open for writing, each as ``pid name``.
+
+    ``forked`` have nothing but the lock and the journal: a manager's process forked them, as torch
+    forks the workers of a data loader. They keep no start away.
+    """
+
+    writing: tuple[str, ...] = ()
+    forked: tuple[str, ...] = ()
+
+
+def processes_in(root: Path, besides: tuple[int, ...]) -> Processes:
+    """The processes of this host that have files below ``root`` open, and are not among ``besides``.
 
     Processes of other users cannot be seen, except by root.
     """
-    processes = (each for each in Path("/proc").iterdir() if each.name.isdigit())
-    others = (each for each in processes if int(each.name) not in besides)
     place = root.resolve()  # /proc tells paths without links
-    return tuple(sorted(f"{p.name} {_name_of(p)}" for p in others if _has_open(p, place)))
+    writing: list[str] = []
+    forked: list[str] = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) in besides:
+            continue
+        opened = list(_opened(process, place))
+        if opened:
+            owners = all(name.startswith((LOCK, f"{JOURNAL}/")) for name in opened)
+            (forked if owners else writing).append(f"{process.name} {_name_of(process)}")
+    return Processes(tuple(sorted(writing)), tuple(sorted(forked)))
 
 
-def _has_open(process: Path, root: Path) -> bool:
+def _opened(process: Path, root: Path) -> Iterator[str]:
+    """The files below ``root`` that a process has open for writing, as paths in it."""
     try:
-        return any(_is_below(each, root) for each in (process / "fd").iterdir())
+        for descriptor in (process / "fd").iterdir():
+            name = _written_below(descriptor, root)
+            if name:
+                yield name
     except OSError:  # ended, or another user's
-        return False
+        return
 
 
-def _is_below(descriptor: Path, root: Path) -> bool:
-    """True if a descriptor writes a file below ``root``, or holds the lock there."""
+def _written_below(descriptor: Path, root: Path) -> str:
+    """The path in ``root`` of the file that a descriptor writes, or locks; "" if it does not."""
     try:
-        if root not in descriptor.readlink().parents:
-            return False
+        file = descriptor.readlink()
+        if root not in file.parents:
+            return ""
         flags = (descriptor.parent.parent / "fdinfo" / descriptor.name).read_text()
     except OSError:  # closed meanwhile: the other descriptors of its process still count
-        return False
+        return ""
     mode = int(flags.partition("flags:")[2].split()[0], 8) & os.O_ACCMODE
-    return mode != os.O_RDONLY
+    return "" if mode == os.O_RDONLY else str(file.relative_to(root))
 
 
 def _name_of(process: Path) -> str:

@@ -373,18 +373,35 @@ def test_F29_a_process_that_still_writes_into_a_dead_root_is_named(tmp_path, cap
     assert "processes-left" not in codes(capsys, tmp_path)
 
 
+def test_F29_a_process_that_an_ended_trainer_forked_is_a_note(tmp_path, capsys):
+    """Catches: workers of a data loader, with the trainer's lock, that are told as writers."""
+    real_root(tmp_path, 10)
+    lock = repr(str(tmp_path / ".ckptfsm/lock"))
+    code = f"f = open({lock}, 'a'); print('open', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "open\n"
+        status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+        worker.communicate("\n")
+    assert status == 0 and "broken" not in out
+    assert f"lock open: {worker.pid} python" in out and f"kill {worker.pid}" in out
+
+
 def test_F29_a_process_is_seen_also_where_a_link_leads_to_the_root(tmp_path, capsys):
     real_root(tmp_path / "root", 10)
     (tmp_path / "link").symlink_to(tmp_path / "root")
     with (tmp_path / "root/iter_0000010/late").open("w"):
         seen = situation.processes_in(tmp_path / "link", besides=())
-    assert [each.split()[0] for each in seen] == [str(os.getpid())]
+    assert [each.split()[0] for each in seen.writing] == [str(os.getpid())]
 
 
 def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeypatch):
     """Catches: a doctor that tells a person at night to end the writers of a healthy job."""
     monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
-    monkeypatch.setattr(situation, "processes_in", lambda root, besides: ("4711 writer",))
+    monkeypatch.setattr(
+        situation, "processes_in", lambda root, besides: situation.Processes(("4711 writer",))
+    )
     job = real_job(tmp_path)
     job.save(10)
     assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
@@ -393,7 +410,9 @@ def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeyp
 
 
 def test_processes_of_an_owner_on_another_host_may_be_its_ranks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(situation, "processes_in", lambda root, besides: ("4711 rank",))
+    monkeypatch.setattr(
+        situation, "processes_in", lambda root, besides: situation.Processes(("4711 rank",))
+    )
     job = _owned_elsewhere(tmp_path)
     job.save(10)
     crashed(job)

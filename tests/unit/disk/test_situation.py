@@ -22,7 +22,7 @@ def test_a_descriptor_that_closes_meanwhile_hides_no_other(closed, tmp_path):
         (process / "fd" / descriptor).symlink_to(root / descriptor)
         if descriptor != closed:
             (process / "fdinfo" / descriptor).write_text(f"pos:\t0\nflags:\t0{os.O_WRONLY:o}\n")
-    assert situation._has_open(process, root)
+    assert list(situation._opened(process, root)) == [{"3": "4", "4": "3"}[closed]]
 
 
 def test_a_file_that_is_only_read_does_not_count(tmp_path):
@@ -31,7 +31,7 @@ def test_a_file_that_is_only_read_does_not_count(tmp_path):
         (process / name).mkdir(parents=True)
     (process / "fd/3").symlink_to(root / "3")
     (process / "fdinfo/3").write_text(f"pos:\t0\nflags:\t0{os.O_RDONLY:o}\n")
-    assert not situation._has_open(process, root)
+    assert not list(situation._opened(process, root))
 
 
 def test_a_start_and_its_forecast_are_planned_by_one_function():
