@@ -316,6 +316,12 @@ class CheckpointConfig(BaseModel):
         return self.on_failure if isinstance(self.on_failure, int) else 0
 
     @property
+    def makes_saves_due(self) -> bool:
+        """False if ``should_save`` is never true, but for the last step."""
+        on_steps = self.save_interval_steps is not None or bool(self.save_steps)
+        return on_steps or bool(self.saves_again) or self.needs_agreement
+
+    @property
     def needs_agreement(self) -> bool:
         """True if a policy must be agreed among ranks while nothing is in flight."""
         timed = self.save_interval_s is not None or self.end_of_allocation is not None

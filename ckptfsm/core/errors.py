@@ -322,7 +322,7 @@ class UntriedVersionWarning(UserWarning):
 
 
 class UnsavedStepsWarning(UserWarning):
-    """A run ended in order, and its last steps are in no checkpoint."""
+    """Steps that no checkpoint has: no setting makes a save due, or a run ended in order behind one."""
 
 
 class PollMissingWarning(UserWarning):

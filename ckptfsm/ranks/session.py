@@ -412,8 +412,12 @@ class Session:
         The reasons are the interval, the list of steps, or a failed save that is to be retried. The
         coordinator's timer or a preemption are reasons too, agreed in an earlier ``poll``. With
         ``last``, the same on every rank, a save is due because the training ends at this step.
+
+        An ``UnsavedStepsWarning`` comes with the first call if no setting makes a save due.
         """
         self._watch_polls(step)
+        if self._reached is None and not last:
+            self._warn_of_no_schedule()
         self._reached = step
         latest = self._participant.view.latest
         if latest is not None and step <= latest:
@@ -425,6 +429,16 @@ class Session:
             or step in self.config.save_steps
             or (interval is not None and step > 0 and step % interval == 0)
         )
+
+    def _warn_of_no_schedule(self) -> None:
+        if self.config.makes_saves_due or self.rank != 0:
+            return
+        said = (
+            "should_save is true at the last step only (last=True), for no setting makes a save due: "
+            "set save_interval_steps, save_steps or save_interval_s"
+        )
+        say(log.warning, "no_save_due", said)
+        warn_caller(UnsavedStepsWarning(said))
 
     def request_save(self) -> None:
         """Ask for a save at the next step that all ranks agree on (one rank is enough).

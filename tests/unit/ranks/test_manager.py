@@ -846,6 +846,29 @@ def test_should_save_every_n_seconds_of_the_coordinators_clock(run: Run):
     assert manager.should_save(2)
 
 
+def test_a_manager_that_makes_no_save_due_says_so_at_once(run: Run):
+    """Catches: a run of days without a save, as no interval was set, that is told at its end."""
+    manager = run.open()
+    with pytest.warns(UnsavedStepsWarning, match="set save_interval_steps"):
+        assert not manager.should_save(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not manager.should_save(2)
+    manager.abandon()
+
+
+@pytest.mark.parametrize(
+    "due",
+    [{"save_steps": {9}}, {"save_interval_s": 9.0}, {"on_failure": 1}, {"agree_when_idle": True}],
+)
+def test_a_manager_with_a_schedule_does_not_warn_of_none(run: Run, due):
+    manager = run.open(**due)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not manager.should_save(1)
+    manager.abandon()
+
+
 def test_the_last_step_is_due_off_the_schedule(run: Run):
     """Catches: the last steps of a run that ends in order, in no checkpoint; a warning all the same."""
     manager = run.open(save_interval_steps=2)
@@ -1448,7 +1471,7 @@ def test_F28_a_program_that_ends_with_a_save_in_flight_is_told(run: Run, end: st
 
 def test_F28_a_finished_save_is_not_warned_about(run: Run):
     """Catches: an alarm about a save that was waited for and is tracked."""
-    manager = run.open(poll_warning_steps=3)
+    manager = run.open(poll_warning_steps=3, save_interval_steps=100)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         manager.save(1, weights(1))
@@ -1458,7 +1481,7 @@ def test_F28_a_finished_save_is_not_warned_about(run: Run):
 
 def test_F28_polling_is_not_warned_about(run: Run):
     """Catches: a warning at every step of a trainer that does everything right."""
-    manager = run.open(poll_warning_steps=3)
+    manager = run.open(poll_warning_steps=3, save_interval_steps=100)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         manager.save(1, weights(1))
