@@ -201,7 +201,8 @@ class CheckpointConfig(BaseModel):
     )
     reshard_drops: tuple[str, ...] = Field(
         default=("rng_state",),
-        description="keys of sharded objects that may be left out under another sharding",
+        description="keys of sharded objects that may be left out under another sharding; a value "
+        "replaces the default, so name `rng_state` in it",
     )
     agree_when_idle: bool = Field(
         default=False,

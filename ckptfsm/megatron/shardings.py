@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe
 from ckptfsm.disk.stock import COMMON_KEY
 
+_SHOWN = 20  # keys that an error names
+
 
 def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmError]) -> None:
     """Check that the shards of all ranks make whole tensors. Raises ``error``, which names the key."""
@@ -86,7 +88,8 @@ def check_fit(
 
     Returns the droppable missing keys.
 
-    ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed`` for the first other key.
+    ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed`` for the first other key,
+    which names the others too.
     """
     known = {found.key: found for found in have.values()}
     misfits: dict[str, Any] = {}
@@ -98,7 +101,7 @@ def check_fit(
     rest = [misfit for key, misfit in misfits.items() if key not in lacks]
     if rest:
         shard, found = rest[0]
-        more = f" ({len(rest)} keys do not fit)" if len(rest) > 1 else ""
+        more = f" ({_name([each.key for each, _ in rest])} do not fit)" if len(rest) > 1 else ""
         raise RestoreFailed(
             f"part {part!r}: {_explain(shard, found, known)}{more}",
             part=part,
@@ -126,11 +129,19 @@ def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
     if found is None:
         near = difflib.get_close_matches(shard.key, known, n=1)
         hint = f"; nearest: {near[0]!r}" if near else ""
-        return f"the checkpoint has no key {shard.key!r}{hint}"
+        return f"the checkpoint has no key {shard.key!r}{hint}: name it as it was saved, or leave it out"
     said = f"key {shard.key!r}: wanted {_form(shard)}, the checkpoint has {_form(found)}"
     if isinstance(shard, ShardedObject):
-        said += "; a key in reshard_drops is left out under another number of ranks"
-    return said
+        return (
+            f"{said}; a key in reshard_drops is left out under another number of ranks: name all such "
+            "keys there, for a value replaces the default ('rng_state',)"
+        )
+    return f"{said}: build the model with the checkpoint's sizes, or leave the key out"
+
+
+def _name(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{len(keys)} keys: {', '.join(map(repr, keys[:_SHOWN]))}{more}"
 
 
 def _form(shard: Any) -> str:

@@ -89,13 +89,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 MISFITS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "shape": (
         {"w": whole("decoder.weight", 4, 8)},
-        "part 'state': key 'decoder.weight': wanted shape (4, 8), the checkpoint has shape (4, 16)",
+        "part 'state': key 'decoder.weight': wanted shape (4, 8), the checkpoint has shape (4, 16): "
+        "build the model with the checkpoint's sizes",
         {"key": "decoder.weight", "wanted": (4, 8), "found": (4, 16)},
     ),
     "key": (
-        {"w": whole("decoder.wieght", 4, 16), "x": whole("x", 1)},
-        "no key 'decoder.wieght'; nearest: 'decoder.weight' (2 keys do not fit)",
+        {"w": whole("decoder.wieght", 4, 16)},
+        "no key 'decoder.wieght'; nearest: 'decoder.weight': name it as it was saved",
         {"key": "decoder.wieght", "wanted": (4, 16), "found": None},
+    ),
+    "several keys": (
+        {"x": whole("x", 1), "w": whole("decoder.weight", 1), **objects("y")},
+        "(3 keys: 'x', 'decoder.weight', 'y' do not fit)",
+        {"key": "x", "wanted": (1,), "found": None},
     ),
     "key of a tensor that may have another shape": (
         {"w": whole("bias", 4, allow_shape_mismatch=True)},
@@ -109,7 +115,8 @@ MISFITS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "sharding of an object": (
         objects("extra", 2),
-        "part 'state': key 'extra': wanted object (0,) of (2,), the checkpoint has object (0,) of (1,)",
+        "part 'state': key 'extra': wanted object (0,) of (2,), the checkpoint has object (0,) of (1,); "
+        "a key in reshard_drops is left out under another number of ranks: name all such keys there",
         {"key": "extra", "wanted": (2,), "found": (1,)},
     ),
     "tensor for an object": (
