@@ -49,7 +49,8 @@ from ckptfsm.core.errors import SaveRefused, StorageError, one_line, shorten
 from ckptfsm.disk.stock import COMMON
 from ckptfsm.megatron.blobs import Holes
 
-_NAMED = 5  # values that a refusal names
+_NAMED = 4  # values that a refusal names, of those with one way out
+_WAYS_NAMED = 4  # ways out that a refusal names, beside the first
 _WORDS = 160  # characters of a loader's reason
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _KEY = "x"
@@ -484,19 +485,37 @@ def _name_of(kind: type) -> str:
 
 
 def _refusal(part: str, found: list[Found]) -> SaveRefused:
-    place, more = _shown(found[0].place), [_shown(each.place) for each in found[1:_NAMED]]
-    value, error = found[0].value, found[0].error
-    others = f"; the same goes for {', '.join(more)}" if more else ""
-    others += f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    if isinstance(error, Misfit):
-        said = f"cannot be saved: {error}"
-    else:
-        said = f"could not be loaded again, as {reason_of(error)}: {way_out(value, error)}"
+    first, *others = found
+    groups: dict[str, list[Found]] = {_remedy(first): []}
+    for each in others:
+        groups.setdefault(_remedy(each), []).append(each)
+    (way, same), *rest = groups.items()
+    more = f"; the same goes for {_list(same)}" if same else ""
+    more += "".join(f"; for {_list(each)}: {remedy}" for remedy, each in rest[:_WAYS_NAMED])
+    left = sum(len(each) for _, each in rest[_WAYS_NAMED:])
+    more += f"; and {left} more values" if left else ""
+    misfits = isinstance(first.error, Misfit)
+    said = "" if misfits else f"could not be loaded again, as {reason_of(first.error)}: "
+    place = _shown(first.place)
     return SaveRefused(
-        f"part {part!r}: the value at {place}, of type {_name_of(type(value))}, {said}{others}",
+        f"part {part!r}: the value at {place}, of type {_name_of(type(first.value))}, "
+        f"{said}{way}{more}",
         part=part,
         key=place,
     )
+
+
+def _remedy(found: Found) -> str:
+    if isinstance(found.error, Misfit):
+        return f"cannot be saved: {found.error}"
+    return way_out(found.value, found.error)
+
+
+def _list(found: Sequence[Found]) -> str:
+    """The first places of some values, with their types."""
+    shown = [f"{_shown(each.place)} ({_name_of(type(each.value))})" for each in found[:_NAMED]]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"{', '.join(shown)}{more}"
 
 
 def _shown(place: str) -> str:
@@ -527,7 +546,8 @@ _WAY_OF: Sequence[tuple[Any, str]] = (
     (float, "save float(x)"),
     (int, "save str(x)"),  # one of a thousand digits
     (Mapping, "save dict(x)"),
-    ((Sequence, Set, MappingView, collections.deque), "save list(x)"),
+    (collections.deque, "save list(x), and x.maxlen if it has one"),
+    ((Sequence, Set, MappingView), "save list(x)"),
 )
 
 

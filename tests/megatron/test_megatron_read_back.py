@@ -171,7 +171,29 @@ def test_I12_a_value_is_named_where_it_stands(more: dict[str, Any], place: str) 
 def test_I12_all_of_several_values_are_named() -> None:
     """Catches: a person who mends one value at a time, with a job for each."""
     said = refusal_of(a=lambda: 1, b=1, c=lambda: 1, d=lambda: 1)
-    assert "['a']" in said and "the same goes for ['c'], ['d']" in said
+    assert "['a']" in said and "the same goes for ['c'] (function), ['d'] (function)" in said
+
+
+@pytest.mark.skipif(keeps_common_in_shard(), reason="its loader takes any class")
+def test_I12_each_kind_of_value_has_its_own_way_out() -> None:
+    """Catches: the advice for the first value, given for others that it does not help; a text of
+    thousands of places."""
+    one = np.float64(1)
+    said = refusal_of(d=collections.deque([1]), n={"m": one, "b": np.bool_(1)}, s=[one] * 99)
+    assert "['d'], of type collections.deque" in said and "save list(x), and x.maxlen" in said
+    assert "; for ['n']['m'] (numpy.float64), ['n']['b'] (numpy.bool" in said
+    assert "['s'][1] (numpy.float64) and 97 more: save x.item()" in said
+
+
+def test_I12_a_refusal_of_many_kinds_is_bounded() -> None:
+    """Catches: a journal line or an exchange as long as the state."""
+    found = [
+        read_back.Found(f"[{n}]", lambda: 1, read_back.Misfit(f"reason {n}"))
+        for n in range(40)
+        for _ in range(40)
+    ]
+    said = str(read_back._refusal("state", found))
+    assert len(said) < 1500 and "and 1400 more values" in said
 
 
 def fake() -> torch.Tensor:
