@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -745,6 +745,15 @@ def _open_root(root: str) -> int:
             reason="symlink",
         )
     raise ConfigError("the root is not a directory", root=root, reason="not_a_directory")
+
+
+def path_of(root: Any) -> str:
+    """The path of a root, as text. Raises ``ConfigError`` for anything that is no path."""
+    path = os.fspath(root) if isinstance(root, os.PathLike) else root
+    if not isinstance(path, str):
+        said = f"the root is a path, not {root!r}: give the directory of the checkpoints"
+        raise ConfigError(said, reason="not_a_path")
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ckptfsm.core.documents import first_problem
 from ckptfsm.core.errors import ConfigError
@@ -263,6 +271,15 @@ class CheckpointConfig(BaseModel):
                 f"on_failure is 'raise', 'warn' or save_again(n), not {value!r}", key="on_failure"
             )
         return int(found[1]) if found else value
+
+    @field_validator("preemption_signals", "save_steps", "reshard_drops", mode="before")
+    @classmethod
+    def _refuse_one(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuse one value in the place of several."""
+        if isinstance(value, (str, int)):
+            name, one = field.field_name, getattr(value, "name", value)  # a signal's name
+            raise ConfigError(f"{name} takes several values: give {name}=({one!r},)", key=name)
+        return value
 
     @field_validator("preemption_signals")
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptfsm.adapters.posix_storage import OpenPosix
+from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
@@ -56,7 +56,7 @@ class CheckpointManager(Manager, Gate):
         **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
-        opener = open_storage or OpenPosix(os.fspath(root))
+        opener = open_storage or OpenPosix(path_of(root))
         given = open_storage is not None and config.engine == "auto"
         self._engine = engine = None if given else engine_of(config)
         self._promise = Promise()

@@ -7,18 +7,23 @@ ranks wait.
 from __future__ import annotations
 
 import difflib
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe
+from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe, name_ranks
 from ckptfsm.disk.stock import COMMON_KEY
 
 _SHOWN = 20  # keys that an error names
@@ -26,17 +31,47 @@ _SHOWN = 20  # keys that an error names
 
 def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmError]) -> None:
     """Check that the shards of all ranks make whole tensors. Raises ``error``, which names the key."""
-    by_key: dict[str, list[Any]] = defaultdict(list)
-    for shards in ranks:
+    by_key: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for rank, shards in enumerate(ranks):
         for shard in shards:
-            by_key[shard.key].append(shard)
-    for key, shards in by_key.items():
+            by_key[shard.key].append((rank, shard))
+    for key, placed in by_key.items():
+        shards = [shard for _, shard in placed]
         check_not_empty(part, shards, error)
         try:
             validate_sharding_integrity([shards])
         except Exception as found:
-            words = f"part {part!r}: key {key!r}: {describe(found)}"
+            words = f"part {part!r}: key {key!r}: {_fault_of(placed) or describe(found)}"
             raise error(words, part=part, key=key) from found
+
+
+def _fault_of(placed: Sequence[tuple[int, Any]]) -> str:
+    """The fault of the shards of one key, each with its rank, and the way out; "" if not known."""
+    mains: dict[Any, list[int]] = {}
+    for rank, shard in placed:
+        place = (tuple(shard.global_offset), str(getattr(shard, "flattened_range", None)))
+        mains.setdefault(place, [])
+        if is_main_replica(shard.replica_id):
+            mains[place].append(rank)
+    for (offset, _), ranks in mains.items():
+        where = f"its shard at {offset}" if any(offset) else "it"
+        twice = [rank for rank in ranks if ranks.count(rank) > 1]
+        if twice:
+            return f"rank {twice[0]} has {where} twice: give each tensor a key of its own"
+        if len(ranks) > 1:
+            return (
+                f"ranks {name_ranks(ranks)} each have {where} with the replica_id 0. If their tensors "
+                "are equal, as under data parallel, give replica_id=rank; if each has another part, "
+                "give rank_offsets"
+            )
+        if not ranks:
+            return f"no rank has {where} with the replica_id 0: one of its copies needs that number"
+    grid = getattr(placed[0][1], "axis_fragmentations", None)
+    if grid and len(mains) < math.prod(grid):
+        return (
+            f"{len(mains)} of its {math.prod(grid)} shards are in the states of the ranks: give all"
+        )
+    return ""
 
 
 def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> None:

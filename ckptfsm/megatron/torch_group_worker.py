@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ckptfsm.adapters.posix_storage import OpenPosix
+from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of, share_with
@@ -44,7 +44,7 @@ class GroupWorker(BaseGroupWorker, Gate):
         **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
-        opener = open_storage or OpenPosix(os.fspath(root))
+        opener = open_storage or OpenPosix(path_of(root))
         given = open_storage is not None and config.engine == "auto"
         self._engine = engine = (
             None if given else engine_of(config, _FINISHERS if _is_first() else ())

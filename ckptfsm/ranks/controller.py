@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.notices import say
-from ckptfsm.adapters.posix_storage import OpenPosix
+from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import CheckpointConfig, Settings, Verify, config_of
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
@@ -119,7 +119,7 @@ class Controller(Session):
         self._asked_at = 0.0
         config = controller_config(config, settings)
         if ports is None:
-            ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(os.fspath(root)))
+            ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(path_of(root)))
         super().__init__(ports, config, hooks, writers=sum(groups.values()) + 1)
         self._reports = self._participant.reports
         self._reports.source = self._collect

@@ -72,6 +72,11 @@ def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
 def _made(value: Any) -> Any:
     if isinstance(value, OptionalPart) and callable(value.content):
         return OptionalPart(value.content())
+    if hasattr(value, "state_dict") and not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{one_line(repr(type(value)))} is no state: give a state dict, in which a ShardedTensor "
+            "stands for each tensor, as state_of() makes it in docs/howto-plain-torch.md"
+        )
     return value() if callable(value) else value
 
 
@@ -133,8 +138,20 @@ def trees_of(named: Mapping[str, Any]) -> tuple[tuple[str, bool | None], ...]:
 
 
 def measured(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    """Metrics sorted by name, as a request has them. Raises if a value is not a number."""
-    return tuple(sorted((str(name), float(value)) for name, value in (metrics or {}).items()))
+    """Metrics sorted by name, as a request has them. Raises ``ConfigError``."""
+    if not isinstance(metrics or {}, Mapping):
+        raise ConfigError(
+            f"metrics are a mapping of names to numbers, not {one_line(repr(metrics))}"
+        )
+    return tuple(sorted((str(n), _number(str(n), value)) for n, value in (metrics or {}).items()))
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except Exception as error:  # whatever a class raises that is no number
+        said = f"the metric {name!r} has to be a number, not {one_line(repr(value))}"
+        raise ConfigError(shorten(said), metric=name) from error
 
 
 def agree(proposals: Sequence[Proposal]) -> SaveRequest:

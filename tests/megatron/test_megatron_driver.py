@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from ckptfsm import CheckpointManager, CkptFsmError
-from ckptfsm.core.errors import RestoreFailed, SaveRefused, UnusedKeysWarning
+from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused, UnusedKeysWarning
 from ckptfsm.megatron.driver import MegatronDriver
 
 pytestmark = pytest.mark.megatron
@@ -66,6 +66,10 @@ def whole(key: str, *shape: int, value: float = 0.0, **settings: Any) -> Sharded
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, value), **settings)
 
 
+def half(number: int) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, number, 2))
+
+
 def irregular(key: str, *shape: int, value: float = 0.0) -> ShardedTensor:
     """The same without a grid of shards."""
     tensor = torch.full(shape, value)
@@ -89,8 +93,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 MISFITS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "shape": (
         {"w": whole("decoder.weight", 4, 8)},
-        "part 'state': key 'decoder.weight': wanted shape (4, 8), the checkpoint has shape (4, 16): "
-        "build the model with the checkpoint's sizes",
+        (
+            "part 'state': key 'decoder.weight': wanted shape (4, 8), the checkpoint has shape (4, 16): "
+            "build the model with the checkpoint's sizes"
+        ),
         {"key": "decoder.weight", "wanted": (4, 8), "found": (4, 16)},
     ),
     "key": (
@@ -115,8 +121,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "sharding of an object": (
         objects("extra", 2),
-        "part 'state': key 'extra': wanted object (0,) of (2,), the checkpoint has object (0,) of (1,); "
-        "a key in reshard_drops is left out under another number of ranks: name all such keys there",
+        (
+            "part 'state': key 'extra': wanted object (0,) of (2,), the checkpoint has object (0,) of "
+            "(1,); a key in reshard_drops is left out under another number of ranks: name all"
+        ),
         {"key": "extra", "wanted": (2,), "found": (1,)},
     ),
     "tensor for an object": (
@@ -255,7 +263,35 @@ def test_shards_that_make_no_whole_tensor_are_named() -> None:
     """Catches: a refusal by rank 0 that does not say which key of which part."""
     ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
     drafts = [driver.draft({"state": state(0, ""), "more": {}}) for driver in ranks]
-    with pytest.raises(CkptFsmError, match="part 'state': key 'x': .*Invalid access") as caught:
+    with pytest.raises(CkptFsmError, match="part 'state': key 'x': ranks 0, 1 each") as caught:
         ranks[0].merge([draft.summary for draft in drafts])
     assert isinstance(caught.value, SaveRefused)
     assert (caught.value.part, caught.value.key) == ("state", "x")
+
+
+@pytest.mark.parametrize(
+    "ranks, said",
+    [
+        ([{"a": whole("w", 4), "b": whole("w", 4)}], "rank 0 has it twice: give each tensor a key"),
+        ([{"w": whole("w", 4)}] * 3, "ranks 0, 1, 2 each have it .*give replica_id=rank"),
+        ([{"w": whole("w", 4, replica_id=1)}] * 2, "no rank has it with the replica_id 0"),
+        (
+            [{"w": half(0)}, {"w": half(1)}, {"w": half(1)}],
+            r"ranks 1, 2 each have its shard at \(2,\)",
+        ),
+        ([{"w": half(1)}], "1 of its 2 shards are in the states"),
+    ],
+)
+def test_shards_that_do_not_fit_each_other_are_told_with_a_way_out(ranks: Any, said: str) -> None:
+    """Catches: one name for two tensors, or a forgotten replica_id, told in megatron-core's words."""
+    drivers = [MegatronDriver(rank, 1) for rank in range(len(ranks))]
+    drafts = [driver.draft({"state": one}) for driver, one in zip(drivers, ranks, strict=True)]
+    with pytest.raises(SaveRefused, match=f"key 'w': {said}"):
+        drivers[0].merge([draft.summary for draft in drafts])
+
+
+@pytest.mark.parametrize("root", [None, 3, b"root"])
+def test_a_root_that_is_no_path_is_refused(root: Any) -> None:
+    """Catches: a variable of the environment that is not set, told as a TypeError of the library."""
+    with pytest.raises(ConfigError, match="the root is a path, not"):
+        CheckpointManager(root)

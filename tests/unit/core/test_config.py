@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from pathlib import Path
 
@@ -241,6 +242,24 @@ def test_an_unknown_signal_is_refused(name: str):
     """Catches: a typing error that comes out only when the root is open, as a KeyError."""
     with pytest.raises(ConfigError):
         make_config({"preemption_signals": [name]})
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "way"),
+    [
+        ("preemption_signals", "SIGTERM", "preemption_signals=('SIGTERM',)"),
+        ("preemption_signals", signal.SIGTERM, "preemption_signals=('SIGTERM',)"),
+        ("reshard_drops", "loader", "reshard_drops=('loader',)"),
+        ("save_steps", 100, "save_steps=(100,)"),
+    ],
+)
+def test_one_value_in_the_place_of_several_is_refused_with_the_right_one(key, one, way):
+    """Catches: a person who is told of a tuple, and not how to write it."""
+    with pytest.raises(ConfigError) as refused:
+        make_config({key: one})
+    assert way in str(refused.value)
+    (value,) = (one.name if isinstance(one, signal.Signals) else one,)
+    assert list(getattr(make_config({key: (value,)}), key)) == [value]
 
 
 def test_an_end_is_a_time_or_a_function(tmp_path: Path):

@@ -63,6 +63,25 @@ def test_a_state_alone_is_the_part_named_state():
             name_parts(*both)
 
 
+class Module:
+    """As of torch: it is called to compute, and has its state elsewhere."""
+
+    def __call__(self, x):
+        raise AssertionError("the model was called")
+
+    def state_dict(self):
+        return {}
+
+
+def test_a_model_in_the_place_of_its_state_is_refused():
+    """Catches: a module that is called for a state, and fails for want of its arguments."""
+    for given in ((Module(), None), (None, {"model": Module()})):
+        with pytest.raises(ConfigError, match="Module.* give a state dict"):
+            name_parts(*given)
+    named = type("State", (dict,), {"state_dict": None})(w=1)
+    assert name_parts(named, None) == {"state": {"w": 1}}
+
+
 def test_functions_are_called_when_the_save_begins():
     """Catches: a state that is built before it is asked for, or never; an optional one forgotten."""
     found = name_parts(None, {"a": dict, "b": OptionalPart(list), "c": OptionalPart(3)})
@@ -75,8 +94,10 @@ def test_metrics_are_named_numbers():
     assert measured({"loss": 1, "acc": 0.5}) == (("acc", 0.5), ("loss", 1.0))
     assert measured(None) == ()
     assert measured({3: True}) == (("3", 1.0),)
-    with pytest.raises(ValueError, match="float"):
+    with pytest.raises(ConfigError, match="the metric 'loss' has to be a number, not 'low'"):
         measured({"loss": "low"})
+    with pytest.raises(ConfigError, match="a mapping of names to numbers"):
+        measured(3.0)
 
 
 def test_a_proposal_says_all_that_the_draft_says():
@@ -93,7 +114,7 @@ def test_a_proposal_says_all_that_the_draft_says():
     [
         (MemoryError("no room"), None, "MemoryError: no room"),
         (GeneratorExit("odd"), None, "GeneratorExit: odd"),
-        (Drafted(), {"loss": "low"}, "ValueError"),
+        (Drafted(), {"loss": "low"}, "the metric 'loss'"),
     ],
 )
 def test_I10_an_error_on_one_rank_is_part_of_its_proposal(drafted, metrics, text, caplog):
