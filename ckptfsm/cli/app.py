@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -86,16 +86,37 @@ def _stand_in() -> None:
     """Stands in the list for a command."""
 
 
+_HELP = "See the checkpoints of a training job, and what happened to them."
 app = typer.Typer(
     name="ckptfsm",
     cls=_Commands,
-    help="See the checkpoints of a training job, and what happened to them.",
+    help=_HELP,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from ckptfsm.adapters.versions import installed
+
+        typer.echo(f"ckptfsm {installed('ckptfsm')}")
+        raise typer.Exit
+
+
+@app.callback(help=_HELP)
+def _options(
+    asked: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """The options of ``ckptfsm`` itself."""
+
+
 for _name, (_, _line) in COMMANDS.items():
     app.command(_name, help=_line)(_stand_in)
 

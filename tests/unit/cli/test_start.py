@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -130,6 +130,11 @@ def test_every_command_is_in_the_list_with_a_line_that_fits(capsys):
     listed = said(capsys, "--help").partition("Commands:")[2].splitlines()[1:]
     assert [line.split()[0] for line in listed] == list(app.COMMANDS)
     assert not any(line.endswith("...") for line in listed)
+
+
+def test_the_version_is_that_of_the_installed_package(capsys):
+    """Catches: a report of a fault without the version, as no command tells it."""
+    assert said(capsys, "--version") == f"ckptfsm {version('ckptfsm')}\n"
 
 
 def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
