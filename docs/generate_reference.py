@@ -24,6 +24,7 @@ import ckptfsm
 from ckptfsm.core import errors
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
+    ClassNotKeptWarning,
     PollMissingWarning,
     RecoveryWarning,
     ReshardWarning,
@@ -78,6 +79,7 @@ _WARNINGS = (
     UnsavedStepsWarning,
     PollMissingWarning,
     ReshardWarning,
+    ClassNotKeptWarning,
     UnusedKeysWarning,
 )
 

@@ -309,6 +309,10 @@ class RanksDisagreeWarning(UserWarning):
     """Ranks give different values for what a checkpoint keeps once: the first rank's is kept."""
 
 
+class ClassNotKeptWarning(UserWarning):
+    """A value to save is of a subclass of dict or list, and a restore gives a plain dict or list."""
+
+
 class UnusedKeysWarning(UserWarning):
     """A restore left out keys of the checkpoint, because no rank asked for them."""
 

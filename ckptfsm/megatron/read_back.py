@@ -45,7 +45,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from ckptfsm.core.errors import SaveRefused, StorageError, one_line, shorten
+from ckptfsm.adapters.notices import warn_caller
+from ckptfsm.core.errors import (
+    ClassNotKeptWarning,
+    SaveRefused,
+    StorageError,
+    one_line,
+    shorten,
+)
 from ckptfsm.disk.stock import COMMON
 from ckptfsm.megatron.blobs import Holes
 
@@ -82,6 +89,7 @@ class ReadBack:
         self._common_in_shard = common_in_shard
         self._accepted: dict[tuple[str, Reader], tuple[str, list[Any]] | None] = {}
         self._takes_anything: bool | None = None
+        self._told: set[str] = set()  # places of values whose class is not kept
 
     def check(self, part: str, state: Any, common: Any) -> Lists:
         """Refuse a state with values that could not be loaded, or tensors that are not whole (local).
@@ -105,7 +113,22 @@ class ReadBack:
         common_reader = load_object if self._common_in_shard else self._load_common
         self._check(part, walk.plain, common, common_reader)
         self._check(part, objects, [value for _, value in objects], load_object)
+        for place, kind in walk.altered:
+            self._tell(f"part {part!r}: {_shown(_words_of(place))}", kind)
         return tuple((_words_of(place), number, mixed) for place, number, mixed in walk.lists)
+
+    def _tell(self, where: str, kind: type) -> None:
+        """Warn, once for each place, that a value comes back as a plain dict or list."""
+        if where in self._told:
+            return
+        self._told.add(where)
+        base = "dict" if issubclass(kind, dict) else "list"
+        warn_caller(
+            ClassNotKeptWarning(
+                f"{where} is a {_name_of(kind)}, and a restore gives a plain {base}: make the "
+                f"{kind.__name__} again from it"
+            )
+        )
 
     def _check(
         self, part: str, leaves: Iterable[tuple[_Place | None, Any]], whole: Any, reader: Reader
@@ -359,6 +382,7 @@ def _words_of(place: _Place | None) -> str:
 
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_KEPT = frozenset({dict, list, collections.OrderedDict})  # or nearly: a dict serves for the last
 _PLAIN_KIND, _SHARDED_KIND, _LEFT_OUT = 1, 2, 4  # bits
 
 
@@ -367,13 +391,14 @@ class _Walk:
     """Takes a nested state apart. A list of scalars stays whole: it may have a million places.
 
     ``lists`` are those with sharded values: their place and length, and whether plain values are among
-    them.
+    them. ``altered`` are dicts and lists of other classes, which megatron-core makes anew.
     """
 
     part: str
     plain: list[tuple[_Place | None, Any]] = dataclasses.field(default_factory=list)
     sharded: list[tuple[_Place | None, ShardedBase]] = dataclasses.field(default_factory=list)
     lists: list[tuple[_Place | None, int, bool]] = dataclasses.field(default_factory=list)
+    altered: list[tuple[_Place | None, type]] = dataclasses.field(default_factory=list)
 
     def take(self, place: _Place | None, value: Any) -> int:
         """Take a value apart. Returns the kinds of the values in it, as bits."""
@@ -382,6 +407,8 @@ class _Walk:
             return _SHARDED_KIND
         if isinstance(value, LocalNonpersistentObject):
             return _LEFT_OUT
+        if isinstance(value, (dict, list)) and type(value) not in _KEPT:
+            self.altered.append((place, type(value)))
         if isinstance(value, dict) and value:
             return self._take_dict(place, value)
         if isinstance(value, list) and not _SCALARS.issuperset(map(type, value)):
@@ -393,6 +420,8 @@ class _Walk:
         kinds = 0
         for key, child in value.items():
             if isinstance(child, (dict, list)) and not child:
+                if type(child) not in _KEPT:
+                    self.altered.append((_Place(place, key), type(child)))
                 child = {} if isinstance(child, dict) else []  # whatever class it has
             kinds |= self.take(_Place(place, key), child)
             if type(key) not in (str, int):

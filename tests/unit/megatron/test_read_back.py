@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,29 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 
-from ckptfsm.core.errors import SaveRefused, StorageError  # noqa: E402
+from ckptfsm.core.errors import ClassNotKeptWarning, SaveRefused, StorageError  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
 from ckptfsm.megatron.read_back import ReadBack  # noqa: E402
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard  # noqa: E402
+
+
+def test_a_class_that_is_not_kept_is_told_once() -> None:
+    """Catches: a Counter that is a dict after a restart, and raises KeyError in the middle of a step."""
+    judge = ReadBack(common_in_shard=False)
+    values = {
+        "seen": collections.Counter("aab"),
+        "more": [{"none": collections.defaultdict(list)}],
+        "kept": collections.OrderedDict(a=1),
+    }
+    with pytest.warns(ClassNotKeptWarning) as told:
+        judge.check("state", values, {})
+    said = [str(each.message) for each in told]
+    assert len(said) == 2
+    assert "['seen'] is a collections.Counter, and a restore gives a plain dict" in said[0]
+    assert "['more'][0]['none'] is a collections.defaultdict" in said[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        judge.check("state", values, {})
 
 
 def test_I12_a_value_that_the_loader_does_not_take_is_refused() -> None:
