@@ -22,6 +22,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ Handler = Callable[[int, FrameType | None], Any]
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SIGACTION_BYTES = 1024  # more than any struct sigaction
 _NUMBERS = tuple(int(number) for number in signal.valid_signals())
-_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_NOTICES = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # beside SIGTERM
 
 
 def shield_worker(worker_id: int = 0) -> None:
@@ -45,11 +46,24 @@ def shield_worker(worker_id: int = 0) -> None:
     all processes of a job (``torchrun``, ``scancel``, a Ctrl-C) then leaves the workers alive until
     the trainer has made its last save. The signals are SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
 
-    A worker that hangs can then be ended by SIGKILL only: torch itself sends SIGTERM.
+    The trainer's second SIGTERM ends a worker: torch and multiprocessing send them to workers that are
+    left when the trainer exits, and would wait for ever. Programs that a worker starts ignore the
+    signals too.
     """
     del worker_id  # the loader's argument
     for number in _NOTICES:
         signal.signal(number, signal.SIG_IGN)
+    # Blocked, not ignored: only so the thread learns who sent it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(trainer: int) -> None:
+    """End this worker at the second SIGTERM of its trainer; the first may have been for its group."""
+    asked = 0
+    while asked < 2:
+        asked += signal.sigwaitinfo({signal.SIGTERM}).si_pid == trainer
+    os._exit(0)  # as torch's own handler does
 
 
 class PosixDeferredSignals:

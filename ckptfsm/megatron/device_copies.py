@@ -315,7 +315,7 @@ class StateCopy:
         return self._arena.view(start, value)
 
     def add(self, name: str, value: torch.Tensor, room: torch.Tensor, *, first: bool) -> None:
-        """Copy a tensor into its room. One of the ``first`` may be changed once ``start`` returns."""
+        """Copy a tensor into its room. If it is ``first``, it may be changed once ``start`` returns."""
         (self._first if first else self._others).append((value, room))
         if not first:
             self._watched.append((name, value, version_of(value)))
