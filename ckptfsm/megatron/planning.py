@@ -34,9 +34,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.disk.stock import COMMON_KEY
 from ckptfsm.megatron.read_back import Lists, ReadBack, check_lists
-from ckptfsm.megatron.shardings import check_not_empty, check_shards
+from ckptfsm.megatron.shardings import check_keys, check_not_empty, check_shards
 
 Bucket = tuple[tuple[WriteItem, Any], ...]
 Values = Mapping[str, Sequence[ShardedBase]]
@@ -141,13 +140,8 @@ def _make(
     ``structure`` begins with the lists of the state.
     """
     shardings = [value.without_data() for value in nested_values(sharded)]
+    check_keys(spec.name, shardings, SaveRefused)
     check_not_empty(spec.name, shardings, SaveRefused)
-    reserved = COMMON_KEY.partition("/")[0]
-    if any(value.key == reserved for value in shardings):
-        said = (
-            f"part {spec.name!r}: the key {reserved!r} is megatron-core's own: name yours otherwise"
-        )
-        raise SaveRefused(said, part=spec.name, key=reserved)
     values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(dict(values), False), is_coordinator=False)

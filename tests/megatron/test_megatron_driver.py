@@ -259,6 +259,41 @@ def test_a_rank_may_have_an_empty_shard_of_a_tensor_without_a_grid() -> None:
     assert set(ranks[0].merge([draft.summary for draft in drafts])) == {"state"}
 
 
+@pytest.mark.parametrize(("key", "shape"), [("loader/rng", (1,)), ("a/shard_0_1", (1,)), ("k", ())])
+def test_I12_an_object_may_have_any_key(tmp_path: Any, key: str, shape: tuple[int, ...]) -> None:
+    """Catches: a key that is saved, and that the loader cannot take apart, so that no start can load
+    the checkpoint."""
+    one = {"x": ShardedObject(key, {"position": 1}, shape, (0,) * len(shape))}
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, {"w": whole("w", 2), **one}).wait()
+        both = manager.restore({"w": whole("w", 2), **one})
+        with pytest.warns(UnusedKeysWarning):
+            rest = manager.restore({"w": whole("w", 2)})
+    assert both is not None and both.state["x"] == {"position": 1}
+    assert rest is not None and rest.unused == (key,)
+
+
+def test_I12_keys_that_no_checkpoint_can_have_are_refused() -> None:
+    """Catches: keys that fail in the writer, at each save; an AttributeError of megatron-core."""
+    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    odd = "\ud800"
+    for shard, words in (
+        (whole(odd, 2), r"the key '\\ud800' cannot be written in UTF-8"),
+        (ShardedObject(odd, 1, (1,), (0,)), "cannot be written in UTF-8"),
+        (whole(5, 2), "the key 5 is not text"),  # type: ignore[arg-type]
+        (whole("common_state/shard_0_1", 2), "megatron-core's own"),
+    ):
+        with pytest.raises(SaveRefused, match=words):
+            ranks[0].draft({"state": {"x": shard}})
+    for key in ("k", "k/shard_0_1"):
+        tensor, found = {"x": whole(key, 2)}, objects("k")
+        with pytest.raises(SaveRefused, match="is that of a tensor and of an object"):
+            ranks[0].draft({"state": {**tensor, **found}})
+        drafts = zip(ranks, (tensor, found), strict=True)
+        with pytest.raises(SaveRefused, match="is that of a tensor and of an object"):
+            ranks[0].merge([driver.draft({"state": s}).summary for driver, s in drafts])
+
+
 def test_shards_that_make_no_whole_tensor_are_named() -> None:
     """Catches: a refusal by rank 0 that does not say which key of which part."""
     ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
