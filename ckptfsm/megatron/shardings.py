@@ -94,7 +94,7 @@ def check_keys(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> N
             said = "is that of a tensor and of an object: give each a key of its own"
         if said:
             named = key if isinstance(key, str) and _is_unicode(key) else ascii(key)
-            raise error(f"part {part!r}: the key {ascii(key)} {said}", part=part, key=named)
+            raise error(f"part {part!r}: the key {key!a} {said}", part=part, key=named)
 
 
 def _is_unicode(text: str) -> bool:
