@@ -101,7 +101,7 @@ class ReadBack:
         walk.take(None, state)
         written = [(place, value) for place, value in walk.sharded if _is_written(value)]
         for place, value in written:
-            said = misfit(value.data)
+            said = misfit_of(value)
             if said:
                 where = f"{_words_of(place)} (key {value.key!r})"
                 raise _refusal(part, [Found(where, value.data, Misfit(said))])
@@ -346,6 +346,17 @@ def misfit(value: Any) -> str:
         return "it has one rank's part of an FSDP module: save FSDP's full state dict"
     if torch._is_functional_tensor(value) or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return "it exists inside a transformed function only: save outside of that"
+    return ""
+
+
+def misfit_of(shard: ShardedBase) -> str:
+    """The same for the data of a sharded value."""
+    said = misfit(shard.data)
+    if said or isinstance(shard, ShardedObject) or not isinstance(shard.data, torch.Tensor):
+        return said
+    layout = shard.data.layout
+    if layout is not torch.strided:
+        return f"its layout is {layout}: give x.to_dense(), or a ShardedObject or plain value of x"
     return ""
 
 
