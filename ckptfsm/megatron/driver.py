@@ -366,9 +366,7 @@ def refuse_newer(name: str, directory: str) -> None:
 def refuse_misfits(name: str, values: Sequence[Any]) -> None:
     """Raise ``RestoreFailed`` if a tensor to be filled is not whole in this rank's memory (local)."""
     for value in values:
-        said = (
-            "" if isinstance(value, ShardedObject) else misfit_of(value)
-        )  # replaced, not filled
+        said = "" if isinstance(value, ShardedObject) else misfit_of(value)  # replaced, not filled
         if said:
             raise RestoreFailed(
                 f"part {name!r}: key {value.key!r}, of type {type(value.data).__name__}, cannot be "

@@ -194,14 +194,33 @@ def check_fit(
 def _fits(shard: Any, found: Any, have: Mapping[str, Any]) -> bool:
     """True if a stored tensor or object fits ``shard``.
 
-    Megatron-core compares neither types nor shapes that may differ or that it flattened.
+    Megatron-core compares no types, and no shapes that may differ or that it flattened.
     """
     if isinstance(shard, ShardedObject):
         return shard.unique_key in have
     if not isinstance(found, ShardedTensor):
         return False
     free = shard.allow_shape_mismatch or getattr(shard, "flattened_range", None) is not None
-    return free or tuple(shard.global_shape) == tuple(found.global_shape)
+    same = free or tuple(shard.global_shape) == tuple(found.global_shape)
+    return same and _keeps_values(found.dtype, shard.dtype)
+
+
+def _keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """True if values of one type become those of the other one, but for the rounding of floats.
+
+    Torch copies between any two types, without a word.
+    """
+    if stored == wanted or stored == torch.bool:
+        return True
+    if wanted.is_complex or (wanted.is_floating_point and not stored.is_complex):
+        return True
+    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
+        return False
+    try:
+        one, other = torch.iinfo(stored), torch.iinfo(wanted)
+    except TypeError:  # quantized, or bits: unknown to us
+        return True
+    return other.min <= one.min and one.max <= other.max
 
 
 def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
@@ -209,6 +228,12 @@ def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
         near = difflib.get_close_matches(shard.key, known, n=1)
         hint = f"; nearest: {near[0]!r}" if near else ""
         return f"the checkpoint has no key {shard.key!r}{hint}: name it as it was saved, or leave it out"
+    both = isinstance(shard, ShardedTensor) and isinstance(found, ShardedTensor)
+    if both and not _keeps_values(found.dtype, shard.dtype):
+        return (
+            f"key {shard.key!r}: wanted {shard.dtype}, the checkpoint has {found.dtype}, whose values "
+            f"would change: load it into a tensor of {found.dtype}, and convert that"
+        )
     said = f"key {shard.key!r}: wanted {_form(shard)}, the checkpoint has {_form(found)}"
     if isinstance(shard, ShardedObject):
         return (
