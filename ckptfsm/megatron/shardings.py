@@ -129,8 +129,9 @@ def metadata_of(directory: str) -> Mapping[str, Any]:
     """The tensors and objects of a checkpoint, by name, without data.
 
     megatron-core's ``load_sharded_metadata`` gives the same, but fails for an object whose key has a
-    "/", and up to 0.19.2 with torch 2.15: tensor properties have a new field that ``torch.empty``
-    does not take. Tensors that an older megatron-core reformulated are still read by its function.
+    "/". Up to 0.19.2 it also fails with torch 2.15: tensor properties have a new field that
+    ``torch.empty`` does not take. Tensors that an older megatron-core reformulated are still read
+    by its function.
     """
     metadata = FileSystemReader(directory).read_metadata()
     stored = metadata.state_dict_metadata
