@@ -19,6 +19,8 @@ FINISHED_BY_US = frozenset({"torch_dist"})
 RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
 """Names that the library or megatron-core writes into the directory of a torch_dist part."""
 
+_INTEGRITY = "integrity.json"  # newer trainers compare a checkpoint with it
+
 
 class Sent:
     """Base of small frozen dataclasses that ranks send: pickled as a call with their values.
@@ -82,6 +84,10 @@ def is_part_name(text: str) -> bool:
     return bool(_PART_NAME.match(text))
 
 
+def _is_megatrons(name: str) -> bool:
+    return name in RESERVED or name == _INTEGRITY or name.endswith(".distcp")
+
+
 def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
     """Raise ``ConfigError`` unless the declared parts can live together in one checkpoint."""
     if not parts:
@@ -96,15 +102,15 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
         names.add(part.name)
         if ".tmp-" in part.name or ".tmp-" in part.directory:
             raise ConfigError("'.tmp-' marks our temporary files", part=part.name)
-        if part.kind == "file" and (part.name in RESERVED or part.name.endswith(".distcp")):
-            raise ConfigError(
-                f"a plain file cannot be named {part.name!r}: a torch_dist save writes such a file "
-                "itself",
-                part=part.name,
-            )
         pieces = part.directory.split("/") if part.directory else []
         if any(p in ("", ".", "..") or p.startswith(".ckptfsm") for p in pieces):
             raise ConfigError(f"part directory {part.directory!r} is not allowed", part=part.name)
+        taken = [name for name in (part.name, *pieces) if _is_megatrons(name)]
+        if taken:
+            raise ConfigError(
+                f"a part cannot be named {taken[0]!r}: megatron-core writes or reads such a file itself",
+                part=part.name,
+            )
         if part.ranks is not None and not part.ranks:
             raise ConfigError(f"part {part.name!r} is written by no rank", part=part.name)
         if part.ranks is not None and not all(0 <= r < world_size for r in part.ranks):

@@ -45,7 +45,7 @@ from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
-from ckptfsm.megatron.read_back import ReadBack, misfit
+from ckptfsm.megatron.read_back import ReadBack, misfit_of
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
@@ -366,9 +366,7 @@ def refuse_newer(name: str, directory: str) -> None:
 def refuse_misfits(name: str, values: Sequence[Any]) -> None:
     """Raise ``RestoreFailed`` if a tensor to be filled is not whole in this rank's memory (local)."""
     for value in values:
-        said = (
-            "" if isinstance(value, ShardedObject) else misfit(value.data)
-        )  # replaced, not filled
+        said = "" if isinstance(value, ShardedObject) else misfit_of(value)  # replaced, not filled
         if said:
             raise RestoreFailed(
                 f"part {name!r}: key {value.key!r}, of type {type(value.data).__name__}, cannot be "

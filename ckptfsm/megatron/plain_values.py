@@ -28,16 +28,22 @@ def digests_of(values: Any) -> dict[str, int]:
     Local, and changes nothing. A value that cannot be pickled is compared by its type alone.
     """
     form = _NormalForm()
-    return {key: form.digest(value) for key, value in _named(values, "", _LEVELS)}
+    found: dict[str, int] = {}
+    for keys, value in _named(values, (), _LEVELS):
+        name = ".".join(map(str, keys))
+        whole = f"{form.digest(keys)} {form.digest(value)}".encode()
+        # a sum, because values of one name come in any order: {1: x, "1": y}
+        found[name] = (found.get(name, 0) + xxhash.xxh3_64_intdigest(whole)) % 2**64
+    return found
 
 
-def _named(value: Any, name: str, levels: int) -> Iterator[tuple[str, Any]]:
+def _named(value: Any, keys: tuple[Any, ...], levels: int) -> Iterator[tuple[Any, Any]]:
     inner = _inner(value)
     if inner is None or (levels == 0 and inner):
-        yield name, value
+        yield keys, value
         return
     for key, each in inner.items():
-        yield from _named(each, f"{name}.{key}" if name else str(key), levels - 1)
+        yield from _named(each, (*keys, key), levels - 1)
 
 
 def _inner(value: Any) -> Mapping[Any, Any] | None:
@@ -115,14 +121,32 @@ def _joined(kind: bytes, forms: list[bytes]) -> bytes:
     return b"%s(%s)" % (kind, b"".join(b"%d:%s" % (len(form), form) for form in forms))
 
 
+_INSIDE = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch._mkldnn: ("to_dense",),  # type: ignore[attr-defined]
+}
+"""Methods of tensors whose values are not their bytes, by layout. They give the values."""
+
+
 def _tensor(value: torch.Tensor) -> bytes:
-    """The type, the shape and the bytes of a tensor; without the bytes if those are not its values."""
+    """The type, the shape and the values of a tensor; without these if they are not in its memory."""
     form = f"tensor {value.dtype} {tuple(value.shape)} ".encode()
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return form
+    plain = value.detach()
+    if plain.layout in _INSIDE:
+        plain = plain.coalesce() if plain.layout is torch.sparse_coo else plain
+        inside = [_tensor(getattr(plain, name)()) for name in _INSIDE[plain.layout]]
+        return _joined(form + str(plain.layout).encode(), inside)
+    if plain.is_quantized:
+        return _joined(form, [_tensor(plain.int_repr()), _tensor(plain.dequantize())])
     if value.numel() == 1:  # an optimizer has many of them
         return form + repr(value.item()).encode()
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     return form + xxhash.xxh3_128_digest(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
 
 

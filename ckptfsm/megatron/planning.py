@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +34,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.disk.stock import COMMON_KEY
-from ckptfsm.megatron.read_back import Lists, ReadBack, check_lists
-from ckptfsm.megatron.shardings import check_not_empty, check_shards
+from ckptfsm.megatron.read_back import Places, ReadBack, check_places, places_of
+from ckptfsm.megatron.shardings import check_keys, check_not_empty, check_shards
 
 Bucket = tuple[tuple[WriteItem, Any], ...]
 Values = Mapping[str, Sequence[ShardedBase]]
@@ -44,11 +43,11 @@ Values = Mapping[str, Sequence[ShardedBase]]
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """A rank's draft of a part for rank 0: its plan, its shardings and lists of them, without data."""
+    """A rank's draft of a part for rank 0: its plan, its shardings and places, without data."""
 
     plan: SavePlan
     shardings: list[Any]
-    lists: Lists
+    places: Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,15 @@ class _Source(NamedTuple):
     shape: torch.Size
 
 
+Sources = tuple[tuple[tuple[WriteItem, _Source | None], ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A plan that may be used again. An item without a source is a key's objects as bytes."""
 
     structure: list[Any]
-    buckets: tuple[tuple[tuple[WriteItem, _Source | None], ...], ...]
+    buckets: Sources
     summary: PartSummary
 
     def draft(self, spec: PartSpec, values: Values, common: Any) -> PartDraft:
@@ -111,12 +113,16 @@ class Plans:
         Raises ``SaveRefused`` for values that no restore could load.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
-        lists = self.read_back.check(spec.name, state, common)
-        structure = [lists, *(_structure_of(value) for value in nested_values(sharded))]
+        self.read_back.check(spec.name, state, common)
+        places = places_of(state, sharded, common)
+        structure = [_structure_of(value) for value in nested_values(sharded)]
         known = self._known.pop(spec.name, None)
         if known is None or known.structure != structure:
-            draft, known = _make(spec, sharded, common, structure, self._files)
+            draft, sources = _make(spec, sharded, common, places, self._files)
+            known = None if sources is None else _Plan(structure, sources, draft.summary)
         else:
+            if known.summary.places != places:
+                known = replace(known, summary=replace(known.summary, places=places))
             values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
             draft = known.draft(spec, values, common)
         if known is not None:
@@ -134,20 +140,12 @@ def _structure_of(value: ShardedBase) -> list[Any]:
 
 
 def _make(
-    spec: PartSpec, sharded: Any, common: Any, structure: list[Any], files: int
-) -> tuple[PartDraft, _Plan | None]:
-    """Make a plan. Returns the draft too, and None for a plan that holds only for this state.
-
-    ``structure`` begins with the lists of the state.
-    """
+    spec: PartSpec, sharded: Any, common: Any, places: Places, files: int
+) -> tuple[PartDraft, Sources | None]:
+    """Make a plan. Returns its sources too, or None if it holds only for this state."""
     shardings = [value.without_data() for value in nested_values(sharded)]
+    check_keys(spec.name, shardings, SaveRefused)
     check_not_empty(spec.name, shardings, SaveRefused)
-    reserved = COMMON_KEY.partition("/")[0]
-    if any(value.key == reserved for value in shardings):
-        said = (
-            f"part {spec.name!r}: the key {reserved!r} is megatron-core's own: name yours otherwise"
-        )
-        raise SaveRefused(said, part=spec.name, key=reserved)
     values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(dict(values), False), is_coordinator=False)
@@ -156,7 +154,7 @@ def _make(
     )
     split = [bucket for bucket in _split_by_size_and_type(files, plan.items) if bucket]
     buckets = tuple(tuple((item, _resolve(planner, item)) for item in bucket) for bucket in split)
-    summary = PartSummary(plan, shardings, structure[0])
+    summary = PartSummary(plan, shardings, places)
     draft = _draft(spec, buckets, common, summary)
     try:
         sources = tuple(
@@ -165,7 +163,7 @@ def _make(
         )
     except LookupError:
         return draft, None
-    return draft, _Plan(structure, sources, summary)
+    return draft, sources
 
 
 def _draft(
@@ -222,13 +220,13 @@ def _size_of(value: Any) -> int:
 
 
 def merge_part(name: str, summaries: Mapping[int, PartSummary]) -> bytes:
-    """At rank 0: check that the shards of all ranks make whole tensors, and their lists whole lists.
+    """At rank 0: check that the shards of all ranks make whole tensors, and fit the plain values.
 
     ``summaries`` are by rank. Returns the planned metadata.
 
-    Raises ``SaveRefused`` when shards overlap or do not cover a tensor, and see ``check_lists``.
+    Raises ``SaveRefused`` when shards overlap or do not cover a tensor, and see ``check_places``.
     """
-    check_lists(name, {rank: s.lists for rank, s in summaries.items()})
+    check_places(name, {rank: s.places for rank, s in summaries.items()})
     check_shards(name, [s.shardings for s in summaries.values()], SaveRefused)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     _, metadata = planner.create_global_plan([s.plan for s in summaries.values()])

@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     is_main_replica,
 )
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent
 from megatron.core.fp8_utils import is_float8tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -50,6 +51,7 @@ from ckptfsm.core.errors import (
     ClassNotKeptWarning,
     SaveRefused,
     StorageError,
+    name_ranks,
     one_line,
     shorten,
 )
@@ -63,8 +65,6 @@ _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _KEY = "x"
 
 Reader = Callable[[IO[bytes]], Any]
-Lists = tuple[tuple[str, int, bool], ...]
-"""Lists of a state with sharded values: their place, their length, and if plain values are in them."""
 
 
 class Misfit(Exception):
@@ -91,17 +91,17 @@ class ReadBack:
         self._takes_anything: bool | None = None
         self._told: set[str] = set()  # places of values whose class is not kept
 
-    def check(self, part: str, state: Any, common: Any) -> Lists:
+    def check(self, part: str, state: Any, common: Any) -> None:
         """Refuse a state with values that could not be loaded, or tensors that are not whole (local).
 
-        ``common`` is what megatron-core writes of the plain values of ``state``. Returns the lists with
-        sharded values. Raises ``SaveRefused``, which names the values as they stand in ``state``.
+        ``common`` is what megatron-core writes of the plain values of ``state``. Raises
+        ``SaveRefused``, which names the values as they stand in ``state``.
         """
         walk = _Walk(part)
         walk.take(None, state)
         written = [(place, value) for place, value in walk.sharded if _is_written(value)]
         for place, value in written:
-            said = misfit(value.data)
+            said = misfit_of(value)
             if said:
                 where = f"{_words_of(place)} (key {value.key!r})"
                 raise _refusal(part, [Found(where, value.data, Misfit(said))])
@@ -115,7 +115,6 @@ class ReadBack:
         self._check(part, objects, [value for _, value in objects], load_object)
         for place, kind in walk.altered:
             self._tell(f"part {part!r}: {_shown(_words_of(place))}", kind)
-        return tuple((_words_of(place), number, mixed) for place, number, mixed in walk.lists)
 
     def _tell(self, where: str, kind: type) -> None:
         """Warn, once for each place, that a value comes back as a plain dict or list."""
@@ -350,6 +349,17 @@ def misfit(value: Any) -> str:
     return ""
 
 
+def misfit_of(shard: ShardedBase) -> str:
+    """The same for the data of a sharded value."""
+    said = misfit(shard.data)
+    if said or isinstance(shard, ShardedObject) or not isinstance(shard.data, torch.Tensor):
+        return said
+    layout = shard.data.layout
+    if layout is not torch.strided:
+        return f"its layout is {layout}: give x.to_dense(), or a ShardedObject or plain value of x"
+    return ""
+
+
 _PLAIN = "give a torch.Tensor with them"
 _WAYS: Mapping[str, str] = {
     "DTensor": (
@@ -390,14 +400,12 @@ _PLAIN_KIND, _SHARDED_KIND, _LEFT_OUT = 1, 2, 4  # bits
 class _Walk:
     """Takes a nested state apart. A list of scalars stays whole: it may have a million places.
 
-    ``lists`` are those with sharded values: their place and length, and whether plain values are among
-    them. ``altered`` are dicts and lists of other classes, which megatron-core makes anew.
+    ``altered`` are dicts and lists of other classes, which megatron-core makes anew.
     """
 
     part: str
     plain: list[tuple[_Place | None, Any]] = dataclasses.field(default_factory=list)
     sharded: list[tuple[_Place | None, ShardedBase]] = dataclasses.field(default_factory=list)
-    lists: list[tuple[_Place | None, int, bool]] = dataclasses.field(default_factory=list)
     altered: list[tuple[_Place | None, type]] = dataclasses.field(default_factory=list)
 
     def take(self, place: _Place | None, value: Any) -> int:
@@ -442,30 +450,80 @@ class _Walk:
                 key=where,
             )
         (kind,) = kinds
-        if kind & _SHARDED_KIND:
-            self.lists.append((place, len(value), bool(kind & _PLAIN_KIND)))
         return kind
 
 
-def check_lists(part: str, lists: Mapping[int, Lists]) -> None:
-    """At rank 0: refuse lists that could not be loaded. ``lists`` are those of each rank of the part.
+class Places(NamedTuple):
+    """Where a rank has values of which kind: trees of dicts and lists, with None for each value.
 
-    The plain values of the first rank are kept for all ranks. In a list, each rank's sharded values
-    are merged with them by position. Raises ``SaveRefused``.
+    ``plain`` are values of which the first rank's are kept for all ranks. Megatron-core merges the
+    others with them as it loads: each rank's sharded values, and those that are not saved.
     """
-    first = min(lists)
-    kept = {place: length for place, length, mixed in lists[first] if mixed}
-    for rank, found in lists.items():
-        for place, length, _ in found:
-            if kept.get(place, length) != length:
-                raise SaveRefused(
-                    f"part {part!r}: the list at {place} has {length} places on rank {rank} and "
-                    f"{kept[place]} on rank {first}, whose plain values in it are kept for all ranks. "
-                    "So it could not be loaded: give a dict in its place",
-                    part=part,
-                    key=place,
-                    rank=rank,
-                )
+
+    plain: Any
+    sharded: Any
+    left_out: Any
+
+
+def places_of(state: Any, sharded: Any, common: Any) -> Places:
+    """The places in a state, of which megatron-core made ``sharded`` and ``common``."""
+    left_out, _ = extract_nonpersistent(state)
+    return Places(_tree_of(common), _tree_of(sharded), _tree_of(left_out))
+
+
+def _tree_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        # rank 0 need not know the classes of the keys
+        return {k if type(k) in _SCALARS else repr(k): _tree_of(each) for k, each in value.items()}
+    if isinstance(value, list) and not _SCALARS.issuperset(map(type, value)):
+        return [_tree_of(each) for each in value]
+    return None
+
+
+def check_places(part: str, places: Mapping[int, Places]) -> None:
+    """At rank 0: refuse values that megatron-core could not merge as it loads.
+
+    ``places`` are those of each rank of the part. Raises ``SaveRefused``.
+    """
+    first = min(places)
+    kept = places[first].plain
+    clashes = [
+        (*clash, rank)
+        for rank, found in places.items()
+        for clash in (
+            *_clashes(kept, found.sharded, "", "a sharded value"),
+            *_clashes(kept, found.left_out, "", "a value that is not saved"),
+        )
+    ]
+    if clashes:
+        where, one, other, _ = clashes[0]
+        ranks = tuple(rank for place, _, _, rank in clashes if place == where)
+        raise SaveRefused(
+            f"part {part!r}: at {_shown(where)} is {other} on rank {name_ranks(ranks)} and {one} on "
+            f"rank {first}, whose plain values are kept for all ranks. So it could not be loaded: give "
+            "every rank the same kind of value there, or another name; in the place of a list, a dict",
+            part=part,
+            key=_shown(where),
+            ranks=ranks,
+        )
+
+
+def _clashes(plain: Any, own: Any, place: str, kind: str) -> Iterator[tuple[str, str, str]]:
+    """The places at which both trees have something that cannot be merged, with both in words."""
+    if isinstance(plain, dict) and isinstance(own, dict):
+        for key in own.keys() & plain.keys():
+            yield from _clashes(plain[key], own[key], f"{place}[{key!r}]", kind)
+    elif isinstance(plain, list) and isinstance(own, list) and len(plain) == len(own):
+        for number, (one, other) in enumerate(zip(plain, own, strict=True)):
+            yield from _clashes(one, other, f"{place}[{number}]", kind)
+    else:
+        yield place, _kind_of(plain, "a plain value"), _kind_of(own, kind)
+
+
+def _kind_of(tree: Any, kind: str) -> str:
+    if isinstance(tree, list):
+        return f"a list of {len(tree)} places"
+    return kind if tree is None else "a dict"
 
 
 def _look(start: _Place | None, value: Any, reader: Reader) -> Found | None:

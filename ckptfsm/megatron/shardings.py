@@ -10,6 +10,7 @@ import difflib
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import load_tensors_metadata
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -27,10 +28,13 @@ from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe, name_rank
 from ckptfsm.disk.stock import COMMON_KEY
 
 _SHOWN = 20  # keys that an error names
+_RESERVED = COMMON_KEY.partition("/")[0]
+_SCALAR = "shard__"  # an object without dimensions
 
 
 def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmError]) -> None:
     """Check that the shards of all ranks make whole tensors. Raises ``error``, which names the key."""
+    check_keys(part, [shard for shards in ranks for shard in shards], error)
     by_key: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     for rank, shards in enumerate(ranks):
         for shard in shards:
@@ -74,6 +78,38 @@ def _fault_of(placed: Sequence[tuple[int, Any]]) -> str:
     return ""
 
 
+def check_keys(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> None:
+    """Refuse keys that a checkpoint cannot have, and a tensor and an object under one name."""
+    kinds: dict[str, bool] = {}  # by keys, and by names in the metadata: True for an object
+    for shard in shards:
+        key, said = shard.key, ""
+        is_object = isinstance(shard, ShardedObject)
+        if not isinstance(key, str):
+            said = "is not text: give a str"
+        elif not _is_unicode(key):
+            said = "cannot be written in UTF-8: name it otherwise"
+        elif key == _RESERVED or _name_of(shard) == COMMON_KEY:
+            said = "is megatron-core's own: name yours otherwise"
+        elif any(kinds.setdefault(n, is_object) != is_object for n in (key, _name_of(shard))):
+            said = "is that of a tensor and of an object: give each a key of its own"
+        if said:
+            named = key if isinstance(key, str) and _is_unicode(key) else ascii(key)
+            raise error(f"part {part!r}: the key {key!a} {said}", part=part, key=named)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _name_of(shard: Any) -> str:
+    """The name in the metadata."""
+    return str(shard.unique_key if isinstance(shard, ShardedObject) else shard.key)
+
+
 def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> None:
     """Refuse an empty shard of a regular grid: megatron-core divides by the shard's sizes."""
     for shard in shards:
@@ -90,25 +126,34 @@ def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError])
 
 
 def metadata_of(directory: str) -> Mapping[str, Any]:
-    """The tensors and objects of a checkpoint, by key, without data.
+    """The tensors and objects of a checkpoint, by name, without data.
 
-    megatron-core's ``load_sharded_metadata`` gives the same, but up to 0.19.2 it fails with torch
-    2.15: tensor properties have a new field that ``torch.empty`` does not take. Tensors that an
-    older megatron-core reformulated are still read by that function.
+    megatron-core's ``load_sharded_metadata`` gives the same, but fails for an object whose key has a
+    "/". Up to 0.19.2 it also fails with torch 2.15: tensor properties have a new field that
+    ``torch.empty`` does not take. Tensors that an older megatron-core reformulated are still read
+    by its function.
     """
     metadata = FileSystemReader(directory).read_metadata()
+    stored = metadata.state_dict_metadata
+    tensors = {n: value for n, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+    objects = [_object_of(name) for name in stored if name not in tensors]
+    found: dict[str, Any] = {made.unique_key: made for made in objects}
     if getattr(metadata, "mcore_data", None):
-        found: Mapping[str, Any] = load_sharded_metadata(directory)
-        return found
-    return dict(_without_data(key, value) for key, value in metadata.state_dict_metadata.items())
+        return found | load_tensors_metadata(directory)
+    return found | {key: _without_data(key, value) for key, value in tensors.items()}
 
 
-def _without_data(key: str, value: Any) -> tuple[str, Any]:
-    if isinstance(value, TensorStorageMetadata):
-        empty = torch.empty(value.size, dtype=value.properties.dtype, device="meta")
-        return key, ShardedTensor.from_rank_offsets(key, empty).without_data()
-    made = ShardedObject.empty_from_unique_key(key)
-    return made.unique_key, made
+def _without_data(key: str, value: TensorStorageMetadata) -> Any:
+    empty = torch.empty(value.size, dtype=value.properties.dtype, device="meta")
+    return ShardedTensor.from_rank_offsets(key, empty).without_data()
+
+
+def _object_of(name: str) -> ShardedObject:
+    """The object of a name such as ``rng/shard_0.1_1.2``. Its key may have a "/" too."""
+    key, _, place = name.rpartition("/")
+    if place == _SCALAR:  # which megatron-core writes, and cannot take apart
+        return ShardedObject(key, None, (), ())
+    return replace(ShardedObject.empty_from_unique_key(f"{_RESERVED}/{place}"), key=key)
 
 
 def keys_of(have: Mapping[str, Any]) -> frozenset[str]:
@@ -150,14 +195,33 @@ def check_fit(
 def _fits(shard: Any, found: Any, have: Mapping[str, Any]) -> bool:
     """True if a stored tensor or object fits ``shard``.
 
-    Megatron-core compares neither types nor shapes that may differ or that it flattened.
+    Megatron-core compares no types, and no shapes that may differ or that it flattened.
     """
     if isinstance(shard, ShardedObject):
         return shard.unique_key in have
     if not isinstance(found, ShardedTensor):
         return False
     free = shard.allow_shape_mismatch or getattr(shard, "flattened_range", None) is not None
-    return free or tuple(shard.global_shape) == tuple(found.global_shape)
+    same = free or tuple(shard.global_shape) == tuple(found.global_shape)
+    return same and _keeps_values(found.dtype, shard.dtype)
+
+
+def _keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """True if values of one type become those of the other one, but for the rounding of floats.
+
+    Torch copies between any two types, without a word.
+    """
+    if stored == wanted or stored == torch.bool:
+        return True
+    if wanted.is_complex or (wanted.is_floating_point and not stored.is_complex):
+        return True
+    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
+        return False
+    try:
+        one, other = torch.iinfo(stored), torch.iinfo(wanted)
+    except TypeError:  # quantized, or bits: unknown to us
+        return True
+    return other.min <= one.min and one.max <= other.max
 
 
 def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
@@ -165,6 +229,12 @@ def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
         near = difflib.get_close_matches(shard.key, known, n=1)
         hint = f"; nearest: {near[0]!r}" if near else ""
         return f"the checkpoint has no key {shard.key!r}{hint}: name it as it was saved, or leave it out"
+    both = isinstance(shard, ShardedTensor) and isinstance(found, ShardedTensor)
+    if both and not _keeps_values(found.dtype, shard.dtype):
+        return (
+            f"key {shard.key!r}: wanted {shard.dtype}, the checkpoint has {found.dtype}, whose values "
+            f"would change: load it into a tensor of {found.dtype}, and convert that"
+        )
     said = f"key {shard.key!r}: wanted {_form(shard)}, the checkpoint has {_form(found)}"
     if isinstance(shard, ShardedObject):
         return (

@@ -63,6 +63,8 @@ class Manager(Session):
         begins (after ``OffloadHook.load``).
 
         Tensors may change when it returns, or, after a gated save, when ``before_update`` does.
+        ``metrics`` are by name. Rank 0's count, and those of the other ranks are not compared.
+
         With ``sync`` it returns when the checkpoint is tracked. While the disk blocks the save
         before, the save is refused, or skipped under ``on_failure="warn"``. If the disk has no room
         for it, raises ``NoRoom``, or skips the save as ``on_failure`` says.

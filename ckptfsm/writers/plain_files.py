@@ -14,7 +14,7 @@ import xxhash
 
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import ConfigError, SaveFailed, describe
+from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Storage, Survey, Written
@@ -204,7 +204,8 @@ def _stage_share(spec: PartSpec, tree: FileTree, location: str, rank: int) -> Tr
 
 
 def _move_files(spec: PartSpec, made: str, target: str, rank: int) -> Iterator[str]:
-    """Move the files of ``rank``; their names. Raises ``SaveFailed`` if there is one of a name.
+    """Move the files of ``rank``; their names. Raises ``SaveFailed`` if there is one of a name, and
+    ``SaveRefused`` if ``make`` left a directory out of which nothing may be moved.
 
     Makes empty directories too. A link to a directory is moved as a file: the writer refuses it.
     """
@@ -217,7 +218,17 @@ def _move_files(spec: PartSpec, made: str, target: str, rank: int) -> Iterator[s
             if os.path.lexists(path):
                 said = f"{name} of part {spec.name!r} is written by rank {rank} and by another one"
                 raise SaveFailed(said, file=str(path), part=spec.name, rank=rank)
-            Path(directory, file).rename(path)
+            try:
+                Path(directory, file).rename(path)
+            except PermissionError as error:
+                raise SaveRefused(
+                    f"part {spec.name!r}: {name} of rank {rank} cannot be moved into the checkpoint "
+                    f"({error.strerror}): let make leave directories that their owner may write to",
+                    file=str(path),
+                    part=spec.name,
+                    key=name,
+                    rank=rank,
+                ) from error
             yield name
 
 

@@ -168,14 +168,14 @@ def test_a_state_that_megatron_core_can_load_is_not_refused(saved: str) -> None:
     wanted = {
         "padded": whole("decoder.weight", 6, 16, allow_shape_mismatch=True),
         "made": made,
-        "ints": ShardedTensor.from_rank_offsets(
-            "decoder.weight", torch.zeros(4, 16, dtype=torch.int64)
+        "halves": ShardedTensor.from_rank_offsets(
+            "decoder.weight", torch.zeros(4, 16, dtype=torch.bfloat16)
         ),
         "common": {"no key": 5},
         **{f"dropped{n}": o for n, o in enumerate(objects("rng_state", 2).values())},
     }
     with CheckpointManager(saved) as manager:
-        for key in ("padded", "made", "ints"):
+        for key in ("padded", "made", "halves"):
             mine = {k: v for k, v in wanted.items() if k in (key, "common", "dropped0", "dropped1")}
             if key == "padded":
                 with pytest.warns(match="rng_state"):
@@ -186,6 +186,42 @@ def test_a_state_that_megatron_core_can_load_is_not_refused(saved: str) -> None:
             assert restored is not None
             assert torch.equal(restored.state[key][:4], torch.ones(4, 16).to(restored.state[key]))
             assert restored.state["lr"] == 3
+
+
+def typed(**dtypes: torch.dtype) -> dict[str, Any]:
+    """A state with a tensor of each type, under its name."""
+    made = {key: torch.ones(2, dtype=dtype) for key, dtype in dtypes.items()}
+    return {key: ShardedTensor.from_rank_offsets(key, each) for key, each in made.items()}
+
+
+TYPES = ("bool", "uint8", "int8", "int64", "bfloat16", "float32", "complex64")
+KEPT = {
+    "bool": set(TYPES),
+    "uint8": {"int64", "bfloat16", "float32", "complex64"},
+    "int8": {"int64", "bfloat16", "float32", "complex64"},
+    "int64": {"bfloat16", "float32", "complex64"},
+    "bfloat16": {"float32", "complex64"},
+    "float32": {"bfloat16", "complex64"},
+    "complex64": set(),
+}
+
+
+def test_values_that_another_type_would_change_are_not_loaded(tmp_path: Any) -> None:
+    """Catches: 300 that is restored as 44, or without its imaginary part; a refusal of weights that are
+    kept in another precision."""
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, typed(**{name: getattr(torch, name) for name in TYPES})).wait()
+        for wanted in TYPES:
+            dtype = getattr(torch, wanted)
+            kept = [name for name in TYPES if wanted == name or wanted in KEPT[name]]
+            found = manager.restore(typed(**dict.fromkeys(kept, dtype)), partial=True)
+            assert found is not None
+            assert all(torch.equal(found.state[k], torch.ones(2, dtype=dtype)) for k in kept)
+            for name in set(TYPES) - set(kept):
+                words = f"key '{name}': wanted {dtype}, the checkpoint has torch.{name}"
+                with pytest.raises(RestoreFailed, match=words) as caught:
+                    manager.restore(typed(**{name: dtype}), partial=True)
+                assert (caught.value.part, caught.value.key) == ("state", name)
 
 
 def moments(count: int) -> dict[str, Any]:
@@ -257,6 +293,41 @@ def test_a_rank_may_have_an_empty_shard_of_a_tensor_without_a_grid() -> None:
         shard = ShardedTensor("x", tensor, tensor.dtype, (rows, 3), (4, 3), (row, 0), None)
         drafts.append(driver.draft({"state": {"x": shard}}))
     assert set(ranks[0].merge([draft.summary for draft in drafts])) == {"state"}
+
+
+@pytest.mark.parametrize(("key", "shape"), [("loader/rng", (1,)), ("a/shard_0_1", (1,)), ("k", ())])
+def test_I12_an_object_may_have_any_key(tmp_path: Any, key: str, shape: tuple[int, ...]) -> None:
+    """Catches: a key that is saved, and that the loader cannot take apart, so that no start can load
+    the checkpoint."""
+    one = {"x": ShardedObject(key, {"position": 1}, shape, (0,) * len(shape))}
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, {"w": whole("w", 2), **one}).wait()
+        both = manager.restore({"w": whole("w", 2), **one})
+        with pytest.warns(UnusedKeysWarning):
+            rest = manager.restore({"w": whole("w", 2)})
+    assert both is not None and both.state["x"] == {"position": 1}
+    assert rest is not None and rest.unused == (key,)
+
+
+def test_I12_keys_that_no_checkpoint_can_have_are_refused() -> None:
+    """Catches: keys that fail in the writer, at each save; an AttributeError of megatron-core."""
+    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    odd = "\ud800"
+    for shard, words in (
+        (whole(odd, 2), r"the key '\\ud800' cannot be written in UTF-8"),
+        (ShardedObject(odd, 1, (1,), (0,)), "cannot be written in UTF-8"),
+        (whole(5, 2), "the key 5 is not text"),  # type: ignore[arg-type]
+        (whole("common_state/shard_0_1", 2), "megatron-core's own"),
+    ):
+        with pytest.raises(SaveRefused, match=words):
+            ranks[0].draft({"state": {"x": shard}})
+    for key in ("k", "k/shard_0_1"):
+        tensor, found = {"x": whole(key, 2)}, objects("k")
+        with pytest.raises(SaveRefused, match="is that of a tensor and of an object"):
+            ranks[0].draft({"state": {**tensor, **found}})
+        drafts = zip(ranks, (tensor, found), strict=True)
+        with pytest.raises(SaveRefused, match="is that of a tensor and of an object"):
+            ranks[0].merge([driver.draft({"state": s}).summary for driver, s in drafts])
 
 
 def test_shards_that_make_no_whole_tensor_are_named() -> None:

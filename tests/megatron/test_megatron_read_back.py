@@ -236,6 +236,15 @@ def test_I12_a_tensor_that_is_not_whole_is_refused(kind: str, where: str) -> Non
                 MegatronDriver(0, 1).survey({"state": state(x=place)}, {"state": ""}, ())
 
 
+def test_I12_a_sparse_shard_is_refused() -> None:
+    """Catches: a ShardedTensor that fails in the middle of each save, with the advice to try again."""
+    for sparse in (torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()):
+        shard = ShardedTensor.from_rank_offsets("k", sparse)
+        assert "its layout is torch.sparse" in refusal_of(x=shard)
+        with process_group(), pytest.raises(RestoreFailed, match="its layout is torch.sparse"):
+            MegatronDriver(0, 1).survey({"state": state(x=shard)}, {"state": ""}, ())
+
+
 @pytest.mark.parametrize("anything", [False, True])
 @pytest.mark.parametrize(
     "hidden",

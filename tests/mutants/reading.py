@@ -18,6 +18,16 @@ MUTANTS = (
         why="a checkpoint is tracked that no start can load, and older ones are pruned",
     ),
     mutant(
+        "a-plain-value-in-the-place-of-a-sharded-one",
+        "megatron.read_back:check_places",
+        "if clashes:",
+        "if False:",
+        breaks="I12",
+        source="order",
+        killers=("tests:test_read_back.py::test_I12_a_place_of_another_kind_is_refused",),
+        why="a checkpoint is tracked that no start can load, and older ones are pruned",
+    ),
+    mutant(
         "the-digest-of-a-read-is-not-compared",
         "disk.pieces:first_bad_file",
         "if DIGEST_PREFIX + digest.hexdigest() != wanted.digest:",

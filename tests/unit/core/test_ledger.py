@@ -325,11 +325,18 @@ def test_F30_a_part_named_like_a_temporary_file_is_refused(part: PartSpec):
 
 
 @pytest.mark.parametrize(
-    "name", ["metadata.json", "common.pt", "data.distcp", ".metadata", ".ckptfsm"]
+    "name",
+    ["metadata.json", "common.pt", "data.distcp", ".metadata", ".ckptfsm", "integrity.json"],
 )
-def test_I3_a_plain_file_is_not_named_like_the_files_of_a_save(name: str):
+def test_I3_a_part_is_not_named_like_the_files_of_a_save(name: str):
     """Catches: a trainer's file that is overwritten by ``metadata.json`` or a shard: the save is
-    acknowledged, the file is lost, and a restart finds damage."""
+    acknowledged, the file is lost, and a restart finds damage. A directory of such a name, which fails
+    every save."""
+    for kind in ("tree", "torch_dist", "foreign"):
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            check_parts((PartSpec(name, kind, name),), 2)
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            check_parts((PartSpec("actor", kind, f"a/{name}"),), 2)
     with pytest.raises(ConfigError, match=re.escape(name)) as caught:
         check_parts((PartSpec("state"), PartSpec(name, "file", ranks=(0,))), 2)
     assert caught.value.part == name

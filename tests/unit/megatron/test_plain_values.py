@@ -41,6 +41,16 @@ def cycle(number: int) -> list[Any]:
     return found
 
 
+FORMS = [
+    torch.Tensor.to_sparse,
+    torch.Tensor.to_sparse_csr,
+    torch.Tensor.to_sparse_csc,
+    partial(torch.Tensor.to_sparse_bsr, blocksize=(1, 1)),
+    partial(torch.Tensor.to_sparse_bsc, blocksize=(1, 1)),
+    torch.Tensor.to_mkldnn,
+    partial(torch.quantize_per_tensor, scale=1.0, zero_point=0, dtype=torch.qint8),
+]
+
 VALUES: list[Any] = [
     None,
     5,
@@ -88,6 +98,7 @@ def test_shared_objects_order_and_strides_make_no_difference():
     numbers = torch.arange(6.0).reshape(2, 3)
     assert of(numbers.t().contiguous().t()) == of(numbers) == of(torch.arange(7.0)[:6].view(2, 3))
     assert of(cycle(1)) == of(cycle(1)) != of(cycle(2))
+    assert all(of(make(torch.eye(2))) == of(make(torch.eye(3)[:2, :2])) for make in FORMS)
 
 
 @pytest.mark.parametrize(
@@ -105,12 +116,31 @@ def test_shared_objects_order_and_strides_make_no_difference():
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
         (torch.zeros(2, 3), torch.zeros(3, 2)),
         (torch.tensor(1.0), torch.tensor(2.0)),
+        *((make(torch.eye(2)), make(2 * torch.eye(2))) for make in FORMS),
+        (FORMS[0](torch.eye(2)), FORMS[1](torch.eye(2))),
         (random.Random(1).getstate(), random.Random(2).getstate()),
     ],
 )
 def test_other_values_have_another_digest(one, two):
     """Catches: a difference that is kept in silence."""
     assert of(one) != of(two)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({1: 0, "1": 0}, {1: 5, "1": 0}),
+        ({1: 0, "1": 5}, {1: 5, "1": 0}),
+        ({1: 0}, {"1": 0}),
+        ({"opt": {"lr": 0}, "opt.lr": 0}, {"opt": {"lr": 5}, "opt.lr": 0}),
+        ({"opt": {"lr": 0}}, {"opt.lr": 0}),
+    ],
+)
+def test_values_of_one_name_are_all_compared(one, two):
+    """Catches: a value that hides behind another one whose names read the same; an order that
+    counts."""
+    for names in (one, dict(reversed(one.items()))):
+        assert digests_of(names) == digests_of(one) != digests_of(two)
 
 
 def test_keys_are_names_on_the_way_to_a_value():

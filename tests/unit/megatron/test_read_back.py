@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor  # noqa: E402
 
 from ckptfsm.core.errors import ClassNotKeptWarning, SaveRefused, StorageError  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
@@ -64,17 +64,61 @@ def _merge(*states: dict[str, Any]) -> None:
 def test_I12_lists_of_other_lengths_with_plain_values_in_them_are_refused() -> None:
     """Catches: a checkpoint that no start can load: one rank's list of plain values is merged with
     each rank's list of sharded ones, by position."""
-    with pytest.raises(
-        SaveRefused, match="3 places on rank 1 and 2 on rank 0.*give a dict"
-    ) as found:
+    words = "a list of 3 places on rank 1 and a list of 2 places on rank 0.*a list, a dict"
+    with pytest.raises(SaveRefused, match=words) as found:
         _merge(_layers(0, 2, n=1), _layers(1, 3, n=1))
     assert (found.value.part, found.value.key) == ("state", "['model']['layers']")
     with pytest.raises(SaveRefused, match="3 places on rank 1"):
         _merge(_layers(0, 2, n=1), _layers(1, 3))
 
 
-def test_lists_that_can_be_loaded_are_not_refused() -> None:
-    """Catches: a refusal of the layers of pipeline stages, of which each rank has its own."""
+def _shard(key: str = "q") -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "words"),
+    [
+        (5, _shard(), "is a sharded value on rank 1 and a plain value on rank 0"),
+        ({}, _shard(), "is a sharded value on rank 1 and a dict on rank 0"),
+        (collections.OrderedDict(), _shard(), "is a sharded value on rank 1 and a dict"),
+        ([], [_shard()], "is a list of 1 places on rank 1 and a plain value on rank 0"),
+        ({"lr": 1}, _shard(), "is a sharded value on rank 1 and a dict on rank 0"),
+        ({"lr": 1}, [_shard()], "is a list of 1 places on rank 1 and a dict on rank 0"),
+        (5, {"w": _shard()}, "is a dict on rank 1 and a plain value on rank 0"),
+        (5, LocalNonpersistentObject(6), "is a value that is not saved on rank 1"),
+    ],
+)
+def test_I12_a_place_of_another_kind_is_refused(first: Any, other: Any, words: str) -> None:
+    """Catches: a plain value on the first rank where another one has a sharded value: a checkpoint
+    that no start can load."""
+    with pytest.raises(SaveRefused, match=words) as found:
+        _merge({"a": {"q": first}}, {"a": {"q": other}})
+    facts = found.value.part, found.value.key, found.value.facts["ranks"]
+    assert facts == ("state", "['a']['q']", (1,))
+
+
+def test_I12_a_plain_value_that_comes_later_is_refused() -> None:
+    """Catches: places that are looked at only as a plan is made, and not when it is used again."""
+    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    for more in ({}, {"q": 5}):
+        states = ({"w": _shard("w"), **more}, {"q": _shard()})
+        drafts = [driver.draft({"state": s}) for driver, s in zip(ranks, states, strict=True)]
+        if more:
+            with pytest.raises(SaveRefused, match="a plain value on rank 0"):
+                ranks[0].merge([draft.summary for draft in drafts])
+        else:
+            ranks[0].merge([draft.summary for draft in drafts])
+            for driver in ranks:
+                driver.accept()
+
+
+def test_places_that_can_be_loaded_are_not_refused() -> None:
+    """Catches: a refusal of the layers of pipeline stages, of which each rank has its own; of plain
+    values beside sharded ones, or of those of another rank, which are not kept."""
+    _merge({"q": _shard()}, {"q": 5})
+    _merge({"q": {"lr": 1}}, {"q": {"w": _shard()}})
+    _merge({"q": {"lr": 1, "w": _shard("w")}}, {"q": {"w": LocalNonpersistentObject(1)}})
     _merge(_layers(0, 2), _layers(1, 3))
     _merge(_layers(0, 2, n=1), _layers(1, 2, n=2))
     _merge(_layers(0, 2), _layers(1, 3, n=1))

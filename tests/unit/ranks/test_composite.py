@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -395,6 +396,27 @@ def test_I4_two_ranks_that_write_one_name_fail_the_save(tmp_path):
         return manager.all_steps()
 
     assert together(tmp_path, work) == [[2], [2]]
+
+
+def test_files_that_may_not_be_moved_are_told_as_that(tmp_path):
+    """Catches: a directory that ``make`` left read-only, told as a failure that ends by itself."""
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(OfRank(manager.rank), every_rank=True)
+        with pytest.MonkeyPatch.context() as patch:  # nothing is forbidden to root
+            patch.setattr(Path, "rename", forbidden)
+            with pytest.raises(SaveRefused, match="inner/0 of rank 0 cannot be moved"):
+                manager.save(1, parts={"loader": tree}).wait()
+        return manager.all_steps()
+
+    rename = Path.rename
+
+    def forbidden(self: Path, target: Any) -> Path:
+        if self.name == "0":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(self, target)
+
+    assert together(tmp_path, work, ranks=1) == [[]]
 
 
 def test_an_optional_tree_that_one_rank_cannot_make_is_left_out(tmp_path):
