@@ -725,13 +725,15 @@ class Coordinator:
         The reason is that this run has neither written nor verified the latest checkpoint: a restore
         may still fall back to an older one.
         """
+        unproven = self._unproven()
+        return f"retention waits for the next save, because {unproven}" if unproven else ""
+
+    def _unproven(self) -> str:
+        """The reason why no older step may go yet, in words; "" if the latest can be relied on."""
         latest = self._engine.ledger.latest()
         if latest is None or self._is_proven(latest):
             return ""
-        return (
-            "retention waits for the next save, because this run has neither written nor verified "
-            f"the latest, step {latest.step}"
-        )
+        return f"this run has neither written nor verified the latest, step {latest.step}"
 
     def kept_by(self, step: int) -> tuple[str, ...]:
         """The reasons that forbid ``delete``. Raises ``StepNotFoundError``."""
@@ -790,7 +792,11 @@ class Coordinator:
             return None
 
     def delete(self, step: int) -> None:
-        """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""
+        """Delete ``step`` through the machine.
+
+        Raises ``SaveRefused`` if anything keeps it (I7), or if this run has neither written nor
+        verified the latest: a restore may still fall back to ``step``.
+        """
         with self._guarded("delete"):
             self._engine.reread_protection()
             checkpoint = self._engine.tracked(step)
@@ -801,6 +807,8 @@ class Coordinator:
                     step=step,
                     kept_by=offer.kept_by,
                 )
+            if unproven := self._unproven():
+                raise SaveRefused(f"step {step} is not deleted, because {unproven}", step=step)
             self._engine.post(offer)
             if self._engine.ledger.at(step) is not None:
                 raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)
