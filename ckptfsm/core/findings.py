@@ -7,7 +7,7 @@ uses. So a finding never promises another outcome than the start's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
@@ -74,6 +74,10 @@ _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last co
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
+_WAIT = "nothing now, the job lives: its next save and start repair this"
+_ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
+# Nothing starts and nothing is repaired beside a living job.
+_BESIDE_A_JOB = MappingProxyType({_START: _WAIT, _COMPLETE: _WAIT, _FALL_BACK: _WAIT})
 _BROKEN, _REPAIRED, _NOTE = Severity.BROKEN, Severity.REPAIRED, Severity.NOTE
 
 # For each rule of recovery: the code, the severity, and the way out.
@@ -115,6 +119,10 @@ def examine(facts: Situation) -> list[Finding]:
     are under way.
     """
     found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
+    if facts.owner.ownership is Ownership.LIVES:
+        found = [
+            replace(each, remedy=_BESIDE_A_JOB.get(each.remedy, each.remedy)) for each in found
+        ]
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
@@ -148,6 +156,10 @@ def _of_refusal(refused: DamagedRoot, facts: Situation) -> Finding:
     if unfinished and not hopeless:
         remedy = "do as the message says: nothing is lost, and no step has to be given up"
         return Finding("rollback-refused", _BROKEN, refused.message, remedy)
+    if facts.owner.ownership is Ownership.LIVES and "evidence" in refused.facts:
+        why = "; ".join(refused.facts["evidence"])
+        words = f"{facts.owner}, and no checkpoint is left that a start could resume from: {why}"
+        return Finding("nothing-to-resume-from", _BROKEN, words, _ONLY_COPY)
     aside = {of: name for name in facts.quarantined if (of := parse_aside(name)) is not None}
     if not aside:
         return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)

@@ -268,6 +268,26 @@ def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monke
     job.close()
 
 
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [((10,), "its memory is the only good copy"), ((10, 20), "let it save once more")],
+    ids=["the only step", "one of two"],
+)
+def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(
+    saved, words, tmp_path, capsys, monkeypatch
+):
+    """Catches: a person who ends the job that has the only copy, to begin again or to repair."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    for step in saved:
+        job.save(step)
+    shutil.rmtree(tmp_path / f"iter_{saved[-1]:07d}")
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert status == 1 and words in out
+    assert not any(each in out for each in ("fresh", "start the job", "--fix"))
+    job.close()
+
+
 def test_F5_a_disk_that_gets_fuller_between_the_two_looks_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     free = iter((3, 2, 1))
