@@ -27,7 +27,7 @@ class Surroundings:
 
     ``pins`` are the reasons of pins by step, ``readers`` the numbers of reader leases by step.
     ``owned``: the owner of the root lives, or may live on another host. ``rules`` are those of the
-    recorded policy, by step.
+    recorded policy, by step. ``damaged``: why a tracked step is not whole at its name.
     """
 
     ledger: Ledger
@@ -36,6 +36,7 @@ class Surroundings:
     readers: Mapping[int, int]
     owned: bool
     rules: Mapping[int, str] = field(default_factory=dict)
+    damaged: Mapping[int, str] = field(default_factory=dict)
 
 
 def kept_by(ledger: Ledger) -> dict[AttemptId, tuple[str, ...]]:
@@ -75,9 +76,15 @@ def explain_plan(decided: Plan, intent: Intent, *, release: bool = False) -> lis
     lines += [f"It would warn: {warning}" for warning in decided.warnings]
     if decided.last_hope is not None:
         lines.append(f"If {decided.last_hope} cannot be completed, the start would be refused.")
+    if step is not None:
+        lines.append(_NOT_READ)
     return [*lines, "Nothing was changed."]
 
 
+_NOT_READ = (
+    "This rests on names and sizes. The contents were not read, and a start falls back from those "
+    "that are damaged. To read them: ckptfsm verify --all"
+)
 _AT_ZERO = "A start would begin at zero: no checkpoint is left to resume from."
 _AT_RELEASE = "A start would begin from the release that the tracker names, as step 0."
 
@@ -94,6 +101,9 @@ def _resumes_from(decided: Plan, intent: Intent) -> int | None:
 def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     step, state = checkpoint.step, checkpoint.state
     adopted = ", adopted from another program's files" if checkpoint.provenance == "adopted" else ""
+    if state is State.TRACKED and step in facts.damaged:
+        said = f"Step {step} is tracked{adopted}, and is not usable: {facts.damaged[step]}."
+        return [said, "The way out: ckptfsm doctor"]
     if state is State.TRACKED:
         return [f"Step {step} is complete and tracked{adopted}."]
     if state in (State.REQUESTED, State.FORKED):

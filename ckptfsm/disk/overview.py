@@ -45,6 +45,7 @@ class Overview:
     - ``ledger``: the checkpoints, with the steps that pins and reader leases keep.
     - ``pins``: the reason of each pin, by step. ``readers``: the number of reader leases, by step.
     - ``unknown``: published names that no checkpoint of the journal explains.
+    - ``missing``: the tracked steps without a directory at their name.
     """
 
     root: str
@@ -56,6 +57,7 @@ class Overview:
     pins: Mapping[int, str]
     readers: Mapping[int, int]
     unknown: tuple[str, ...]
+    missing: frozenset[int] = frozenset()
 
     def rules(self) -> dict[int, str]:
         """The rules of the newest owner's policy that keep each step, in words."""
@@ -90,7 +92,18 @@ def look(storage: Storage) -> Overview:
         pins,
         readers,
         tuple(name for name, step in published.items() if step not in known),
+        _missing(storage, history, frozenset(published.values())),
     )
+
+
+def _missing(storage: Storage, history: History, published: frozenset[int]) -> frozenset[int]:
+    """The tracked steps that are not at their name, also by the journal as it is after that look."""
+    missing = _tracked(history) - published
+    return missing & _tracked(read_history(storage)) if missing else missing
+
+
+def _tracked(history: History) -> frozenset[int]:
+    return frozenset(c.step for c in history.ledger.in_state(State.TRACKED))
 
 
 def owner_of(storage: Storage) -> Owner:

@@ -254,6 +254,13 @@ def test_fix_asks_first(tmp_path, capsys, monkeypatch):
     assert "tracker-unreadable" in codes(capsys, tmp_path / "root")
 
 
+def test_the_doctor_says_beside_a_finding_that_contents_were_not_read(tmp_path, capsys):
+    """Catches: a hint that another finding hides, so that nobody reads the contents."""
+    _withdrawn(tmp_path)
+    told = said(capsys, "doctor", "-r", tmp_path)
+    assert "quarantine-in-use" in told and "to read the contents: ckptfsm verify --all" in told
+
+
 def test_nothing_is_wrong_with_a_root_that_was_closed(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
     assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
@@ -270,7 +277,7 @@ def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monke
 
 @pytest.mark.parametrize(
     ("saved", "words"),
-    [((10,), "its memory is the only good copy"), ((10, 20), "let it save once more")],
+    [((10,), "it has the only good copy"), ((10, 20), "its next save and start repair this")],
     ids=["the only step", "one of two"],
 )
 def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(
