@@ -211,7 +211,9 @@ def _why_it_leaves_again(facts: Facts) -> str:
     there = facts.there
     if there is None or there.found != "manifest" or is_whole(facts.checkpoint, there):
         return "withdrawn before"
-    return f"{ANOTHER_MANIFEST}. If it is to be used all the same: ckptfsm quarantine restore"
+    of = facts.checkpoint.id
+    way = f"ckptfsm adopt {QUARANTINE}/{of} --step {of.step}"
+    return f"{ANOTHER_MANIFEST}. If it is to be used all the same: {way}"
 
 
 # ------------------------------------------------------------------------------------------ rules
