@@ -117,7 +117,8 @@ ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the r
 class CoordinatorOptions:
     """The settings of a coordinator. Times are in seconds of monotonic time.
 
-    ``root_wait_s``: the longest wait for a root that another process holds.
+    ``root_wait_s``: the longest wait for a root that another process holds. ``records_policy``: False
+    for a command, whose policy is not the trainer's.
     """
 
     retention: Policy = field(default_factory=KeepAll)
@@ -128,6 +129,7 @@ class CoordinatorOptions:
     retry_interval_s: float = 5.0
     layout: Layout = MEGATRON
     root_wait_s: float = ROOT_WAIT_S
+    records_policy: bool = True
 
 
 class Coordinator:
@@ -280,6 +282,7 @@ class Coordinator:
             self._provenance,
             self._options.visibility_timeout_s,
             self._layout,
+            self._options.records_policy,
         )
         self._opened = Engine(self._storage, self._clock, ownership, settings)
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)

@@ -170,15 +170,19 @@ def _its_end(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
         f"To end that: ckptfsm unpin {step}",
         "reader": f"It is kept by {facts.readers.get(step, 0)} reader lease(s). A lease ends when its "
         "reader gives it back, or some time after the reader has died.",
-        RETENTION: f"It is kept by the retention policy of the trainer{_by_rule(step, facts)}.",
+        RETENTION: _by_policy(step, facts),
     }
     return [told[reason] for reason in reasons]
 
 
-def _by_rule(step: int, facts: Surroundings) -> str:
+def _by_policy(step: int, facts: Surroundings) -> str:
     if step in facts.rules:
-        return f": {facts.rules[step]}"
-    return ", or the owner has not applied the policy yet" if facts.owned else ""
+        return f"It is kept by the retention policy of the trainer: {facts.rules[step]}."
+    if facts.owned:
+        return "It is kept by the retention policy, or the owner has not applied the policy yet."
+    if facts.rules:
+        return "No rule of the trainer's policy keeps it: the next run of the job deletes it."
+    return "It is kept by the retention policy of the trainer."
 
 
 def _because(reason: str) -> str:

@@ -121,6 +121,21 @@ def test_a_dry_run_on_a_dead_root_uses_the_recorded_policy(tmp_path, capsys):
     assert refused[0] == 2 and "give --keep-latest" in refused[2]
 
 
+def test_a_command_leaves_the_policy_of_the_trainer_recorded(tmp_path, capsys):
+    """Catches: an unpin after which nothing tells that the step is to be deleted."""
+    job = real_job(tmp_path, retention=LatestN(2))
+    job.save(10)
+    job.coordinator.pin(10, "paper")
+    for step in (20, 30):
+        job.save(step)
+    job.close()
+    said(capsys, "unpin", "10", "-r", tmp_path)
+    assert said(capsys, "prune", "--dry-run", "-r", tmp_path) == "would prune: 10\n"
+    assert "No rule of the trainer's policy keeps it" in said(
+        capsys, "explain", "10", "-r", tmp_path
+    )
+
+
 def test_rollback_of_a_dead_root_puts_later_steps_into_quarantine(tmp_path, capsys):
     real_root(tmp_path, 10, 20, 30)
     out = said(capsys, "rollback", "10", "--yes", "-r", tmp_path)
