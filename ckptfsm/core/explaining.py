@@ -128,19 +128,13 @@ def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     if state is State.PRUNABLE:
         return [f"Step {step} is being removed: a newer one is tracked, and nothing kept it."]
     if state is State.FAILED:
-        return [
-            f"The save of step {step} failed: {_reason(checkpoint)}. Its files are not removed yet."
-        ]
+        return [f"The save of step {step} failed: {checkpoint.why}. Its files are not removed yet."]
     kept = "" if checkpoint.reason == "missing" else " Its files go to quarantine."
-    return [f"Step {step} was withdrawn: {_reason(checkpoint)}.{kept}"]
+    return [f"Step {step} was withdrawn: {checkpoint.why}.{kept}"]
 
 
 def _if_ended(facts: Surroundings) -> list[str]:
     return [] if facts.owned else ["Its owner has ended: the next start decides about it."]
-
-
-def _reason(checkpoint: Checkpoint) -> str:
-    return checkpoint.reason + (f" ({checkpoint.detail})" if checkpoint.detail else "")
 
 
 def _its_rank_among_others(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:

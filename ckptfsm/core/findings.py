@@ -48,6 +48,7 @@ class Situation:
     - ``quarantined``, ``trashed``: names of directories there.
     - ``processes``: processes of this host that have files of the root open, beside its owner.
     - ``free_bytes``: free on the disk.
+    - ``failed``: the saves of the newest run that failed since it tracked one, in words.
     - ``lost_segments``: files of the journal that are sealed, and gone.
     - ``strangers``: files in the directory of a tracked step that its manifest does not list, by step.
     """
@@ -63,6 +64,7 @@ class Situation:
     free_bytes: int | None = None
     lost_segments: tuple[str, ...] = ()
     strangers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -74,6 +76,7 @@ _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last co
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
+_MEND = "mend what the error names, then see in ckptfsm ls that a step is tracked"
 _WAIT = "nothing now, the job lives: its next save and start repair this"
 _ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
 # Nothing starts and nothing is repaired beside a living job.
@@ -119,6 +122,7 @@ def examine(facts: Situation) -> list[Finding]:
     are under way.
     """
     found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
+    found += _of_failures(facts)
     if facts.owner.ownership is Ownership.LIVES:
         found = [
             replace(each, remedy=_BESIDE_A_JOB.get(each.remedy, each.remedy)) for each in found
@@ -178,6 +182,16 @@ def _of_decision(decision: Decision) -> Finding:
     code, severity, remedy = BY_RULE[decision.rule]
     words = f"{decision.subject}: {decision.why}; a start would say: {decision.result}"
     return Finding(code, severity, words, remedy.format(step=decision.step), decision.step)
+
+
+def _of_failures(facts: Situation) -> list[Finding]:
+    """All saves of the newest run failed since its last tracked one. A single one may be chance."""
+    if not facts.failed:
+        return []
+    many, latest = len(facts.failed), facts.ledger.latest()
+    since = f"since step {latest.step}, the latest" if latest is not None else "and none is tracked"
+    words = f"{many} save{'s' if many > 1 else ''} failed {since}; the last was {facts.failed[-1]}"
+    return [Finding("saves-failing", _BROKEN if many > 1 else _NOTE, words, _MEND)]
 
 
 def _of_the_tracker(facts: Situation) -> Iterator[Finding]:

@@ -57,6 +57,7 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         storage.free_bytes(),
         overview.history.missing,
         dict(_strangers(storage, overview)),
+        overview.history.failed,
     )
 
 

@@ -24,6 +24,7 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing, examining
 from ckptfsm.core import findings
+from ckptfsm.core.events import Failed
 from ckptfsm.core.findings import BY_RULE, Severity
 from ckptfsm.core.layout import LAYOUTS, TRACKER
 from ckptfsm.core.recovery_rules import RULES
@@ -293,6 +294,34 @@ def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(
     assert status == 1 and words in out
     assert not any(each in out for each in ("fresh", "start the job", "--fix"))
     job.close()
+
+
+def test_saves_that_fail_again_and_again_are_told(tmp_path, capsys, monkeypatch):
+    """Catches: a job that warns of each failed save for hours, while the doctor sees no fault."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    job.save(10)
+    for step in (20, 30):
+        job.fail(job.request(step))
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert status == 1 and "broken: 2 saves failed since step 10, the latest" in out
+    assert "the last was step 30: writer_died" in out and "runbook saves-failing" in out
+    job.save(40)
+    assert "saves-failing" not in codes(capsys, tmp_path)
+    job.fail(job.request(50))
+    assert ran(capsys, "doctor", "-r", tmp_path)[1].startswith("note: 1 save failed")
+    job.close()
+
+
+def test_F5_a_save_that_failed_before_its_job_ended_is_told_with_its_error(tmp_path, capsys):
+    """Catches: a job that is said to have ended by itself, and is started against the same fault."""
+    job = real_job(tmp_path)
+    of = job.request(10)
+    job.coordinator.report([Failed(of, "write_failed", "File too large")])
+    crashed(job)
+    assert (
+        "it had failed: write_failed (File too large)" in ran(capsys, "doctor", "-r", tmp_path)[1]
+    )
 
 
 def test_F5_a_disk_that_gets_fuller_between_the_two_looks_is_told(tmp_path, capsys, monkeypatch):
