@@ -136,6 +136,37 @@ def test_a_command_leaves_the_policy_of_the_trainer_recorded(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "command", [("pin", "10"), ("prune", "10", "--apply")], ids=["pin", "prune"]
+)
+def test_F5_a_command_on_a_full_disk_says_what_may_be_removed(
+    command, tmp_path, capsys, monkeypatch
+):
+    """Catches: a bare error of the system from the commands that are to free space."""
+    real_root(tmp_path, 10, 20, parts=TREE)
+
+    def full(storage, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(PosixStorage, "open_exclusive", full)
+    status, _, err = ran(capsys, *command, "-r", tmp_path)
+    assert status == 1 and "only .ckptfsm/trash/gone-* may be removed by hand" in err
+    assert "-> None" not in err and "runbook disk-full" in err
+    assert len(list(tmp_path.glob("iter_*"))) == 2
+
+
+def test_a_refused_command_gives_no_advice_to_programmers(living, tmp_path, capsys):
+    """Catches: a person on call who is told to change the code of the trainer."""
+    status, _, err = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
+    refused = ran(capsys, "adopt", "iter_0000020", "-r", tmp_path)
+    missing = ran(capsys, "show", "99", "-r", tmp_path)
+    assert "owned by another manager" in refused[2] and "ckptfsm ls" in missing[2]
+    said_to_them = err + refused[2] + missing[2]
+    assert not any(
+        w in said_to_them for w in ("init_process_group", "takeover", "all_steps", "fix the")
+    )
+
+
 def test_rollback_of_a_dead_root_puts_later_steps_into_quarantine(tmp_path, capsys):
     real_root(tmp_path, 10, 20, 30)
     out = said(capsys, "rollback", "10", "--yes", "-r", tmp_path)
