@@ -255,6 +255,10 @@ def _names(of: tuple[str, ...]) -> str:
 
 def _of_the_host(facts: Situation) -> Iterator[Finding]:
     owner = facts.owner
+    if owner.stopped:
+        words = f"{owner}: it saves nothing, and no other job can start"
+        remedy = f"let it go on: kill -CONT {owner.pid}, or end it: kill -9 {owner.pid}"
+        yield Finding("owner-stopped", _BROKEN, words, remedy)
     if owner.ownership is Ownership.ENDED:
         words = f"{owner}: it crashed or was killed"
         yield Finding("owner-ended", _NOTE, words, "start the job")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.identity import is_stopped, this_process
 from ckptfsm.core.documents import Holder, Pin, decode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
@@ -120,7 +120,8 @@ def owner_of(storage: Storage) -> Owner:
     here = this_process()
     found = _ownership(storage, holder, here)
     in_container = found is Ownership.ELSEWHERE and holder.host == here.host
-    return Owner(found, epoch, holder.host, holder.pid, in_container)
+    stopped = found is Ownership.LIVES and is_stopped(holder.pid)
+    return Owner(found, epoch, holder.host, holder.pid, in_container, stopped)
 
 
 def _ownership(storage: Storage, holder: Holder, here: Identity) -> Ownership:

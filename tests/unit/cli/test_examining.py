@@ -24,12 +24,13 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing, examining
 from ckptfsm.core import findings
+from ckptfsm.core.documents import Holder
 from ckptfsm.core.events import Failed
 from ckptfsm.core.findings import BY_RULE, Severity
 from ckptfsm.core.layout import LAYOUTS, TRACKER
 from ckptfsm.core.recovery_rules import RULES
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk import inspection, situation
+from ckptfsm.disk import inspection, overview, ownership, situation
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
@@ -322,6 +323,28 @@ def test_F5_a_save_that_failed_before_its_job_ended_is_told_with_its_error(tmp_p
     assert (
         "it had failed: write_failed (File too large)" in ran(capsys, "doctor", "-r", tmp_path)[1]
     )
+
+
+@pytest.mark.parametrize("room", [overview, ownership], ids=["doctor", "command"])
+def test_an_owner_that_is_stopped_is_told_with_the_way_to_go_on(
+    room, tmp_path, capsys, monkeypatch
+):
+    """Catches: a job that stands still for a night, and a start that is refused without a reason."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    job.save(10)
+    asked = []
+    monkeypatch.setattr(room, "is_stopped", lambda pid: asked.append(pid) or True)
+    if room is overview:
+        out = ran(capsys, "doctor", "-r", tmp_path)[1]
+        assert "is stopped" in out and f"kill -CONT {os.getpid()}" in out
+    else:
+        here = this_process()
+        holder = Holder(epoch=1, host=here.host, pid=77, started="", nonce="n")
+        busy = ownership._busy("root", holder, here)
+        assert "which is stopped: kill -CONT 77 lets" in busy.message
+    assert set(asked) == {os.getpid() if room is overview else 77}
+    job.close()
 
 
 def test_F5_a_disk_that_gets_fuller_between_the_two_looks_is_told(tmp_path, capsys, monkeypatch):
