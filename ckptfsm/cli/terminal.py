@@ -40,8 +40,8 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
     }
 )
 _FULL = (
-    "the disk is full, and this command writes a few bytes before it deletes anything. Free some outside "
-    "of the root first; in the root, only .ckptfsm/trash/gone-* may be removed by hand. "
+    "the disk is full, and this command writes a few bytes before it deletes anything. Free some "
+    "outside of the root first; in the root, only .ckptfsm/trash/gone-* may be removed by hand. "
     "See: ckptfsm runbook disk-full"
 )
 _FOLD = 4  # spaces before the rest of a line that was folded

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
-from ckptfsm.core.layout import parse_aside
+from ckptfsm.core.layout import JOURNAL, parse_aside, segment_name
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.recovery import Plan
@@ -48,6 +48,7 @@ class Situation:
     - ``quarantined``, ``trashed``: names of directories there.
     - ``processes``: processes of this host that have files of the root open, beside its owner.
     - ``free_bytes``: free on the disk.
+    - ``newest_segment``: the epoch of the journal's newest file; 0 if there is none.
     - ``failed``: the saves of the newest run that failed since it tracked one, in words.
     - ``lost_segments``: files of the journal that are sealed, and gone.
     - ``strangers``: files in the directory of a tracked step that its manifest does not list, by step.
@@ -65,6 +66,7 @@ class Situation:
     lost_segments: tuple[str, ...] = ()
     strangers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
+    newest_segment: int = 0
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -76,6 +78,7 @@ _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last co
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
+_PUT_FILE_BACK = "put that file back before any start, if a copy has it; see the page"
 _MEND = "mend what the error names, then see in ckptfsm ls that a step is tracked"
 _WAIT = "nothing now, the job lives: its next save and start repair this"
 _ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
@@ -121,7 +124,13 @@ def examine(facts: Situation) -> list[Finding]:
     While an owner lives, or may live on another host, saves in flight and prunes are left out: they
     are under way.
     """
-    found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
+    found = [
+        *_of_the_cut(facts),
+        *_of_the_plan(facts),
+        *_of_the_tracker(facts),
+        *_of_names(facts),
+        *_of_the_host(facts),
+    ]
     found += _of_failures(facts)
     if facts.owner.ownership is Ownership.LIVES:
         found = [
@@ -182,6 +191,21 @@ def _of_decision(decision: Decision) -> Finding:
     code, severity, remedy = BY_RULE[decision.rule]
     words = f"{decision.subject}: {decision.why}; a start would say: {decision.result}"
     return Finding(code, severity, words, remedy.format(step=decision.step), decision.step)
+
+
+def _of_the_cut(facts: Situation) -> Iterator[Finding]:
+    """The newest owner's file of the journal is gone, as steps on disk show that nothing explains.
+
+    An epoch alone is no sign: a start may be refused after it took one.
+    """
+    epoch = facts.owner.epoch
+    if not 0 < facts.newest_segment < epoch or isinstance(facts.decided, DamagedRoot):
+        return
+    rules = {decision.rule for decision in facts.decided.decisions}
+    if rules & {"missing", "never_in_use", "unknown_and_complete"}:
+        file = f"{JOURNAL}/{segment_name(epoch)}"
+        words = f"{file} is not there, and epoch {epoch} owned the root: its saves are not known"
+        yield Finding("journal-cut", _BROKEN, words, _PUT_FILE_BACK)
 
 
 def _of_failures(facts: Situation) -> list[Finding]:

@@ -58,6 +58,7 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         overview.history.missing,
         dict(_strangers(storage, overview)),
         overview.history.failed,
+        overview.history.newest_epoch,
     )
 
 

@@ -155,6 +155,12 @@ def _refused_rollback(root: Path) -> None:
     (root / TRACKER).write_text("40")
 
 
+def _cut(root: Path) -> None:
+    real_root(root, 10, 20)
+    real_root(root, 30, retention=LatestN(1))
+    (root / ".ckptfsm/journal/000002.ndjson").unlink()
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F17": ("prune-interrupted", _prune_interrupted),
     "F18 torn": ("tracker-unreadable", _tracker("")),
@@ -168,6 +174,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F19 all": ("nothing-to-resume-from", _nothing_left),
     "F20": ("journal-damaged", _journal),
     "F20 purged": ("journal-shortened", _shortened),
+    "F20 newest": ("journal-cut", _cut),
     "F34": ("written-by-newer-version", _newer),
     "F2": ("save-interrupted", _save_interrupted),
     "F2 owner": ("owner-ended", _save_interrupted),
