@@ -24,6 +24,14 @@ def _namespace() -> str:
         return ""
 
 
+def is_stopped(pid: int) -> bool:
+    """True if a process of this machine is stopped, by SIGSTOP or a debugger: it does nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
 def _started(process: int | str) -> str:
     """Boot and start time of a process on this machine; "" if there is none, or it is hidden.
 

@@ -434,7 +434,7 @@ class PosixStorage:
                 if fd != root:
                     os.close(fd)
         except OSError as error:
-            error.filename, error.filename2 = path, None
+            error.filename = path
             raise
 
     @contextmanager
@@ -499,7 +499,9 @@ def _named(path: str, other: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = path, other
+        error.filename = path
+        if other is not None:  # else the text of the error would end with "-> None"
+            error.filename2 = other
         raise
 
 

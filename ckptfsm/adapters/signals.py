@@ -46,9 +46,9 @@ def shield_worker(worker_id: int = 0) -> None:
     all processes of a job (``torchrun``, ``scancel``, a Ctrl-C) then leaves the workers alive until
     the trainer has made its last save. The signals are SIGTERM, SIGINT, SIGUSR1 and SIGUSR2.
 
-    The trainer's second SIGTERM ends a worker: torch and multiprocessing send them to workers that are
-    left when the trainer exits, and would wait for ever. Programs that a worker starts ignore the
-    signals too.
+    A SIGTERM of the trainer itself ends a worker. Torch and multiprocessing send one to workers that
+    hang or are left when the trainer exits, and would wait for ever. Programs that a worker starts
+    ignore the signals too.
     """
     del worker_id  # the loader's argument
     for number in _NOTICES:
@@ -59,10 +59,9 @@ def shield_worker(worker_id: int = 0) -> None:
 
 
 def _end_with(trainer: int) -> None:
-    """End this worker at the second SIGTERM of its trainer; the first may have been for its group."""
-    asked = 0
-    while asked < 2:
-        asked += signal.sigwaitinfo({signal.SIGTERM}).si_pid == trainer
+    """End this worker at a SIGTERM of its trainer."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
     os._exit(0)  # as torch's own handler does
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,9 +24,16 @@ from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, REFUSED, Place, Root, Step, opened, step_or_root
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
-from ckptfsm.core.documents import Answered, Asked, first_problem
-from ckptfsm.core.errors import ConfigError, DamagedRoot, OutcomeUnknown, RootBusy
-from ckptfsm.core.lifecycle import State
+from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
+from ckptfsm.core.errors import (
+    ConfigError,
+    DamagedRoot,
+    OutcomeUnknown,
+    RootBusy,
+    SaveRefused,
+    StepNotFoundError,
+)
+from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recorded_policy import policy_of
@@ -114,20 +121,20 @@ def prune(
     if dry_run is apply:
         raise typer.BadParameter("give --dry-run or --apply")
     step, root = step_or_root(ctx, what, place or root)
-    if step is not None:
-        ask(root, wait, partial(Asked, errand="prune_step", step=step, dry=dry_run))
-        return
     with opened(root) as storage:
         overview = look(storage)
     policies = _policies(keep_latest, keep_every)
     if overview.owner.may_live:
         if policies:
             raise ConfigError("the living owner uses the policy of its trainer", root=overview.root)
-        ask(root, wait, partial(Asked, errand="prune", dry=dry_run))
+        errand: Errand = "prune" if step is None else "prune_step"
+        ask(root, wait, partial(Asked, errand=errand, step=step, dry=dry_run))
+    elif step is not None:
+        _prune_named(root, overview, step, dry=dry_run)
     elif policies:
-        _prune_without_owner(root, overview, AnyOf(tuple(policies)), dry=dry_run)
+        _prune_by(root, overview, AnyOf(tuple(policies)), dry=dry_run)
     elif dry_run and (recorded := policy_of(overview.history.retention)) is not None:
-        _prune_without_owner(root, overview, recorded, dry=True)
+        _prune_by(root, overview, recorded, dry=True)
     else:
         raise ConfigError("no owner lives: give --keep-latest or --keep-every", root=overview.root)
 
@@ -141,21 +148,46 @@ def _policies(keep_latest: int | None, keep_every: int | None) -> list[Policy]:
     return found
 
 
-def _prune_without_owner(root: Path, overview: Overview, policy: Policy, *, dry: bool) -> None:
+def _prune_named(root: Path, overview: Overview, step: int, *, dry: bool) -> None:
+    checkpoint = overview.ledger.at(step)
+    if checkpoint is None:
+        raise StepNotFoundError(f"there is no checkpoint of step {step}", step=step)
+    kept_by = overview.ledger.superseded(checkpoint, ()).kept_by
+    said = f"step {step} is kept by: {', '.join(kept_by)}"
+    if kept_by and not dry:
+        raise SaveRefused(said, step=step, kept_by=kept_by)
+    if kept_by:
+        put([said])
+    else:
+        _prune_without_owner(root, overview, [step], dry=dry)
+
+
+def _prune_by(root: Path, overview: Overview, policy: Policy, *, dry: bool) -> None:
     preserved = policy.preserve(describe_tracked(overview.ledger))
     steps = [offer.of.step for offer in overview.ledger.prunable(preserved)]
+    _prune_without_owner(root, overview, steps, dry=dry)
+
+
+def _prune_without_owner(
+    root: Path, overview: Overview, steps: Sequence[int], *, dry: bool
+) -> None:
     if dry or not steps:
         named = ", ".join(map(str, steps))
         put([f"would prune: {named}" if steps else "nothing to prune: everything is kept"])
         return
-    _verify_latest(root, overview)
+    good = _verified_latest(root, overview)
     with owned(root) as (coordinator, _):
-        for step in steps:  # each is judged again: recovery may have moved something
+        held = coordinator.locate(None)
+        # Recovery may have moved something: then nobody has read the latest, and delete refuses.
+        same = coordinator.ledger.latest() == good
+        coordinator.release(held.lease if held else "", good.step if same else None)
+        for step in steps:  # each is judged again
             put([prune_step(coordinator, step)])
 
 
-def _verify_latest(root: Path, overview: Overview) -> None:
-    """Raise ``DamagedRoot`` if the latest checkpoint is damaged: the older ones may be needed then."""
+def _verified_latest(root: Path, overview: Overview) -> Checkpoint:
+    """The latest checkpoint, read. Raises ``DamagedRoot`` if it is damaged: the older ones may be
+    needed then."""
     latest = overview.ledger.latest()
     assert latest is not None, "without a latest checkpoint nothing is prunable"
     with opened(root) as storage:
@@ -163,6 +195,7 @@ def _verify_latest(root: Path, overview: Overview) -> None:
     if not verdict.good:
         said = f"nothing is pruned, because the latest is damaged: {verdict.problems[0]}"
         raise DamagedRoot(said, step=latest.step, file=overview.root)
+    return latest
 
 
 def lease(

@@ -20,6 +20,7 @@ from ckptfsm.disk.situation import collect
 from ckptfsm.views.timeline import clean
 
 _SECOND_LOOK_S = 1.0
+_TO_READ = "to read the contents: ckptfsm verify --all"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -53,6 +54,8 @@ def doctor(
         put_json([{**asdict(each), "severity": each.severity.value} for each in found])
     else:
         put(lines_of(found))
+        if found:
+            put([f"by names and sizes; {_TO_READ}"])
         if found and not root.samefile("."):
             put([clean(f"all commands work as printed in the root: cd {quote(str(root))}")])
     raise typer.Exit(_status_of(found))
@@ -86,7 +89,7 @@ def _once(storage: Storage) -> list[Finding]:
 def lines_of(found: list[Finding]) -> list[str]:
     """The findings as lines, safe to print on a terminal."""
     if not found:
-        return ["nothing is wrong (to read the contents: ckptfsm verify --all)"]
+        return [f"nothing is wrong ({_TO_READ})"]
     lines = []
     for each in found:
         lines.append(f"{each.severity.value}: {each.words}")

@@ -50,7 +50,9 @@ def owned(
             storage,
             clock=SystemClock(),
             identity=this_process(),
-            options=CoordinatorOptions(layout=layout or look(storage).layout, root_wait_s=0.0),
+            options=CoordinatorOptions(
+                layout=layout or look(storage).layout, root_wait_s=0.0, records_policy=False
+            ),
             finishers={},
             provenance={},
         )

@@ -19,13 +19,16 @@ from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.documents import Asked
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
+from ckptfsm.core.evidence import ANOTHER_MANIFEST
 from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
-from ckptfsm.core.parts import MAX_STEP
+from ckptfsm.core.parts import MAX_STEP, AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.disk.durable import each_file, list_names, lookup
+from ckptfsm.disk.inspection import read_commit
 from ckptfsm.disk.overview import layout_of_names, look
-from ckptfsm.views.reading import read_lives
+from ckptfsm.disk.verification import verify_directory
+from ckptfsm.views.reading import Life, read_lives
 from ckptfsm.views.timeline import clean, describe_end, format_bytes
 
 Name = Annotated[str, typer.Argument(help="A name that ckptfsm quarantine ls shows.")]
@@ -186,6 +189,7 @@ def restore(
 ) -> None:
     """Bring a complete checkpoint back from quarantine, and pin it. No owner may live.
 
+    Its contents are read first. A damaged one is refused, and one that this root did not save.
     If it is newer than the latest, it becomes the latest.
     """
     root = place or root
@@ -195,8 +199,27 @@ def restore(
             raise ConfigError(
                 f"{name!r} is no checkpoint in quarantine", file=f"{QUARANTINE}/{name}"
             )
+        # Before the start, which may remove the file of the journal that tells of this attempt.
+        told = next((life for life in read_lives(storage) if life.attempt == str(of)), None)
     _start(root, owner_ended)
+    with opened(root) as storage:
+        _refuse_unfit(storage, name, of, told)
     _take_into_service(root, f"{QUARANTINE}/{name}", of.step)
+
+
+def _refuse_unfit(storage: Storage, name: str, of: AttemptId, told: Life | None) -> None:
+    """Refuse a directory that is damaged, or is another one than the journal told of its attempt."""
+    path = f"{QUARANTINE}/{name}"
+    verdict = verify_directory(storage, path, look(storage).layout, of.step)
+    if not verdict.good:
+        raise DamagedRoot(f"it is damaged: {verdict.problems[0]}", file=path, step=of.step)
+    commit = read_commit(storage, path)
+    if commit is None or told is None:
+        return
+    another = not told.adopted and commit.manifest.of != of
+    if another or told.manifest_crc not in ("", commit.crc):
+        way = f"if you want it all the same: ckptfsm adopt {path} --step {of.step}"
+        raise DamagedRoot(f"{ANOTHER_MANIFEST}; {way}", file=path, step=of.step)
 
 
 def drop(

@@ -19,6 +19,7 @@ from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
+from ckptfsm.disk.inspection import why_damaged
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import Overview, look
 from ckptfsm.views.adopted import adopted_contents
@@ -116,7 +117,11 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     jobs = read_records(storage)
     since = entered_at(storage, overview.history)
     adopted = adopted_contents(storage, overview)
-    rows = rows_of(overview, since, SystemClock().unix(), jobs, adopted)
+    latest = overview.ledger.latest()
+    damaged = dict.fromkeys(overview.missing, "its directory is missing")
+    if latest is not None:  # the directories of the others are not opened for a list
+        damaged |= _damaged(storage, overview, latest.step)
+    rows = rows_of(overview, since, SystemClock().unix(), jobs, adopted, damaged)
     if as_data:
         put_json(
             {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}
@@ -216,6 +221,7 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
         overview.readers,
         overview.owner.may_live,
         overview.rules(),
+        _damaged(storage, overview, step),
     )
     lines = []
     for checkpoint in found:
@@ -228,6 +234,13 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
         why = f": {life.reason}" if life.reason else ""
         lines.append(f"The attempt {attempt} at this step ended as {life.end.value}{why}.")
     return lines
+
+
+def _damaged(storage: Storage, overview: Overview, step: int) -> dict[int, str]:
+    """Why a tracked step is not whole at its name, also by the journal as it is after that look."""
+    checkpoint = overview.ledger.at(step)
+    why = why_damaged(storage, overview.layout, checkpoint) if checkpoint is not None else ""
+    return {step: why} if why and look(storage).ledger.at(step) == checkpoint else {}
 
 
 def _explain_resume(storage: Storage) -> tuple[list[str], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ckptfsm.core.errors import CkptFsmError, describe, printable
+from ckptfsm.core.errors import CkptFsmError, describe, first_os_error, printable
 from ckptfsm.views.timeline import clean
 
 _GREEN, _RED, _YELLOW, _CYAN, _DIM = "32", "31", "33", "36", "2"
@@ -29,6 +30,19 @@ STYLES: Mapping[str, str] = MappingProxyType(
         "shards_written": _CYAN,
         "finalized": _CYAN,
     }
+)
+# In place of the advice to a programmer.
+_ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "root_busy": "wait until that process ends, or end it",
+        "step_not_found": "see the steps: ckptfsm ls",
+        "config": "see the command's --help",
+    }
+)
+_FULL = (
+    "the disk is full, and this command writes a few bytes before it deletes anything. Free some "
+    "outside of the root first; in the root, only .ckptfsm/trash/gone-* may be removed by hand. "
+    "See: ckptfsm runbook disk-full"
 )
 _FOLD = 4  # spaces before the rest of a line that was folded
 _KNOWN = re.compile(rf"\b(?:{'|'.join(STYLES)})\b")
@@ -99,7 +113,12 @@ def put_json(value: Any) -> None:
 
 def say_error(error: Exception) -> None:
     """Print an error on standard error: as one line, which a terminal shows folded."""
-    words = str(error) if isinstance(error, CkptFsmError) else describe(error)
+    words = describe(error)
+    if isinstance(error, CkptFsmError):
+        words = f"{error.summary()} ({_ADVICE.get(error.kind, error.advice)})"
+    refused = first_os_error(error)
+    if refused is not None and refused.errno in (errno.ENOSPC, errno.EDQUOT):
+        words = f"{describe(refused)}: {_FULL}"
     line = f"error: {clean(words)}"
     width = shutil.get_terminal_size().columns  # standard output may be a pipe
     lines = folded(line, width) if sys.stderr.isatty() else [line]

@@ -101,7 +101,9 @@ def verify(
         put_json([asdict(verdict) for verdict in verdicts])
     else:
         put(_way_out(verdicts, shelf))
-    if shelf.problem or any(not verdict.good and not verdict.gone for verdict in verdicts):
+    if (shelf.problem and not shelf.lost) or any(
+        not verdict.good and not verdict.gone for verdict in verdicts
+    ):
         raise typer.Exit(1)
 
 
@@ -142,14 +144,16 @@ def _verify_copy(place: Path, share: float, json: bool) -> None:
 class _Shelf:
     """The checkpoints of a root that can be verified, the newest first.
 
-    ``expected`` has the journal's checkpoint of each step. ``problem``: the journal is damaged. Then
-    the steps are those of published names, and nothing more is known of them.
+    ``expected`` has the journal's checkpoint of each step. ``problem``: the journal is damaged, or
+    ``lost``: not there. Then the steps are those of published names, and nothing more is known of
+    them.
     """
 
     root: str
     layout: Layout
     expected: Mapping[int, Checkpoint | None]
     problem: str = ""
+    lost: bool = False
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -160,14 +164,20 @@ def _shelf(storage: Storage) -> _Shelf:
     try:
         overview = look(storage)
     except JournalCorrupt as error:
-        names = list_names(storage, "")
-        layout = layout_of_names(names)
-        found = (layout.parse_published(name) for name in names)
-        steps = sorted((step for step in found if step is not None), reverse=True)
-        problem = f"{error.summary()}: judged is what stands under the names of steps"
-        return _Shelf(storage.root, layout, dict.fromkeys(steps), problem)
+        return _by_names(storage, error.summary())
+    if not overview.history.layout and overview.unknown:
+        return _by_names(storage, "there is no journal", lost=True)
     tracked = {c.step: c for c in overview.ledger.in_state(State.TRACKED)[::-1]}
     return _Shelf(overview.root, overview.layout, tracked)
+
+
+def _by_names(storage: Storage, said: str, *, lost: bool = False) -> _Shelf:
+    names = list_names(storage, "")
+    layout = layout_of_names(names)
+    found = (layout.parse_published(name) for name in names)
+    steps = sorted((step for step in found if step is not None), reverse=True)
+    problem = f"{said}: judged is what stands under the names of steps"
+    return _Shelf(storage.root, layout, dict.fromkeys(steps), problem, lost)
 
 
 def _share(text: str) -> float:
@@ -181,7 +191,7 @@ def _share(text: str) -> float:
 
 
 def _steps(shelf: _Shelf, step: int | None, everything_tracked: bool) -> Sequence[int]:
-    if everything_tracked:
+    if everything_tracked and shelf.steps:
         return shelf.steps
     if step is None and not shelf.steps:
         raise StepNotFoundError("no checkpoint of this root is tracked", file=shelf.root)
@@ -266,8 +276,13 @@ def _verified(storage: Storage, shelf: _Shelf, step: int, watched: _Watched) -> 
 
 def _way_out(verdicts: Sequence[Verdict], shelf: _Shelf) -> list[str]:
     """Lines below the verdicts, if one is damaged, or the journal."""
-    damaged = {verdict.step for verdict in verdicts if not verdict.good and not verdict.gone}
-    if shelf.problem:
+    bad = (verdict.step for verdict in verdicts if not verdict.good and not verdict.gone)
+    damaged = {step for step in bad if step is not None}
+    if shelf.lost and damaged:
+        names = ", ".join(shelf.layout.published_name(step) for step in sorted(damaged))
+        remedy = f"move {names} out of the root: a start would adopt it by its names and sizes"
+        return [f"    do: {remedy}", f"    see: {RUNBOOK}directory-to-adopt"]
+    if shelf.problem and not shelf.lost:
         return ["    do: ckptfsm doctor", f"    see: {RUNBOOK}journal-damaged"]
     if not damaged:
         return []

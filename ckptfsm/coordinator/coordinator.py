@@ -117,7 +117,8 @@ ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the r
 class CoordinatorOptions:
     """The settings of a coordinator. Times are in seconds of monotonic time.
 
-    ``root_wait_s``: the longest wait for a root that another process holds.
+    ``root_wait_s``: the longest wait for a root that another process holds. ``records_policy``: False
+    for a command, whose policy is not the trainer's.
     """
 
     retention: Policy = field(default_factory=KeepAll)
@@ -128,6 +129,7 @@ class CoordinatorOptions:
     retry_interval_s: float = 5.0
     layout: Layout = MEGATRON
     root_wait_s: float = ROOT_WAIT_S
+    records_policy: bool = True
 
 
 class Coordinator:
@@ -280,6 +282,7 @@ class Coordinator:
             self._provenance,
             self._options.visibility_timeout_s,
             self._layout,
+            self._options.records_policy,
         )
         self._opened = Engine(self._storage, self._clock, ownership, settings)
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
@@ -725,13 +728,15 @@ class Coordinator:
         The reason is that this run has neither written nor verified the latest checkpoint: a restore
         may still fall back to an older one.
         """
+        unproven = self._unproven()
+        return f"retention waits for the next save, because {unproven}" if unproven else ""
+
+    def _unproven(self) -> str:
+        """The reason why no older step may go yet, in words; "" if the latest can be relied on."""
         latest = self._engine.ledger.latest()
         if latest is None or self._is_proven(latest):
             return ""
-        return (
-            "retention waits for the next save, because this run has neither written nor verified "
-            f"the latest, step {latest.step}"
-        )
+        return f"this run has neither written nor verified the latest, step {latest.step}"
 
     def kept_by(self, step: int) -> tuple[str, ...]:
         """The reasons that forbid ``delete``. Raises ``StepNotFoundError``."""
@@ -790,7 +795,11 @@ class Coordinator:
             return None
 
     def delete(self, step: int) -> None:
-        """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""
+        """Delete ``step`` through the machine.
+
+        Raises ``SaveRefused`` if anything keeps it (I7), or if this run has neither written nor
+        verified the latest: a restore may still fall back to ``step``.
+        """
         with self._guarded("delete"):
             self._engine.reread_protection()
             checkpoint = self._engine.tracked(step)
@@ -801,6 +810,8 @@ class Coordinator:
                     step=step,
                     kept_by=offer.kept_by,
                 )
+            if unproven := self._unproven():
+                raise SaveRefused(f"step {step} is not deleted, because {unproven}", step=step)
             self._engine.post(offer)
             if self._engine.ledger.at(step) is not None:
                 raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)

@@ -128,13 +128,17 @@ class NewsQueue:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of the engine: part finishers, retention policy, provenance."""
+    """Settings of the engine: part finishers, retention policy, provenance.
+
+    ``records_policy`` is False for a command: the policy of the last trainer stays recorded.
+    """
 
     finishers: Mapping[str, PartFinisher]
     retention: Policy
     provenance: Mapping[str, str]
     visibility_timeout_s: float
     layout: Layout
+    records_policy: bool = True
 
 
 class Engine:
@@ -167,6 +171,7 @@ class Engine:
         self._clock = clock
         self._ownership = ownership
         self._retention = settings.retention
+        self._records_policy = settings.records_policy
         self._journal = JournalWriter(storage, ownership.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0
@@ -211,7 +216,7 @@ class Engine:
                 rolling_back_lowered=history.intent.lowered,
                 begun_afresh=history.intent.begun_afresh,
                 layout=self.layout.name,
-                retention=record_of(self._retention),
+                retention=record_of(self._retention) if self._records_policy else history.retention,
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
         )

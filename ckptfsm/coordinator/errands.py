@@ -92,8 +92,10 @@ def _unpin(coordinator: Servant, asked: Asked, step: int) -> str:
 def _prune_step(coordinator: Servant, asked: Asked, step: int) -> str:
     if not asked.dry:
         return prune_step(coordinator, step)
-    kept_by = coordinator.kept_by(step)
-    return f"step {step} is kept by: {', '.join(kept_by)}" if kept_by else f"would prune: {step}"
+    if kept_by := coordinator.kept_by(step):
+        return f"step {step} is kept by: {', '.join(kept_by)}"
+    waits = coordinator.retention_waits()
+    return f"would prune: {step}" + (f"; {waits}" if waits else "")
 
 
 def prune_step(coordinator: Servant, step: int) -> str:

@@ -78,6 +78,7 @@ class Owner:
     """The process that took the root last, as far as the root and this host tell.
 
     ``in_container``: it is elsewhere, but on a host of the same name, as another container of a pod.
+    ``stopped``: it lives, and does nothing until somebody lets it go on.
     """
 
     ownership: Ownership
@@ -85,6 +86,7 @@ class Owner:
     host: str = ""
     pid: int = 0
     in_container: bool = False
+    stopped: bool = False
 
     @property
     def may_live(self) -> bool:
@@ -94,7 +96,7 @@ class Owner:
     def __str__(self) -> str:
         named = f" (pid {self.pid} on {self.host}, epoch {self.epoch})" if self.host else ""
         where = "its owner is in another container" if self.in_container else self.ownership.value
-        return where + named
+        return where + named + (" and is stopped" if self.stopped else "")
 
 
 @dataclass(frozen=True, slots=True)

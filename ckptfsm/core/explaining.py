@@ -27,7 +27,7 @@ class Surroundings:
 
     ``pins`` are the reasons of pins by step, ``readers`` the numbers of reader leases by step.
     ``owned``: the owner of the root lives, or may live on another host. ``rules`` are those of the
-    recorded policy, by step.
+    recorded policy, by step. ``damaged``: why a tracked step is not whole at its name.
     """
 
     ledger: Ledger
@@ -36,6 +36,7 @@ class Surroundings:
     readers: Mapping[int, int]
     owned: bool
     rules: Mapping[int, str] = field(default_factory=dict)
+    damaged: Mapping[int, str] = field(default_factory=dict)
 
 
 def kept_by(ledger: Ledger) -> dict[AttemptId, tuple[str, ...]]:
@@ -75,9 +76,15 @@ def explain_plan(decided: Plan, intent: Intent, *, release: bool = False) -> lis
     lines += [f"It would warn: {warning}" for warning in decided.warnings]
     if decided.last_hope is not None:
         lines.append(f"If {decided.last_hope} cannot be completed, the start would be refused.")
+    if step is not None:
+        lines.append(_NOT_READ)
     return [*lines, "Nothing was changed."]
 
 
+_NOT_READ = (
+    "This rests on names and sizes. The contents were not read, and a start falls back from those "
+    "that are damaged. To read them: ckptfsm verify --all"
+)
 _AT_ZERO = "A start would begin at zero: no checkpoint is left to resume from."
 _AT_RELEASE = "A start would begin from the release that the tracker names, as step 0."
 
@@ -94,6 +101,9 @@ def _resumes_from(decided: Plan, intent: Intent) -> int | None:
 def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     step, state = checkpoint.step, checkpoint.state
     adopted = ", adopted from another program's files" if checkpoint.provenance == "adopted" else ""
+    if state is State.TRACKED and step in facts.damaged:
+        said = f"Step {step} is tracked{adopted}, and is not usable: {facts.damaged[step]}."
+        return [said, "The way out: ckptfsm doctor"]
     if state is State.TRACKED:
         return [f"Step {step} is complete and tracked{adopted}."]
     if state in (State.REQUESTED, State.FORKED):
@@ -118,19 +128,13 @@ def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     if state is State.PRUNABLE:
         return [f"Step {step} is being removed: a newer one is tracked, and nothing kept it."]
     if state is State.FAILED:
-        return [
-            f"The save of step {step} failed: {_reason(checkpoint)}. Its files are not removed yet."
-        ]
+        return [f"The save of step {step} failed: {checkpoint.why}. Its files are not removed yet."]
     kept = "" if checkpoint.reason == "missing" else " Its files go to quarantine."
-    return [f"Step {step} was withdrawn: {_reason(checkpoint)}.{kept}"]
+    return [f"Step {step} was withdrawn: {checkpoint.why}.{kept}"]
 
 
 def _if_ended(facts: Surroundings) -> list[str]:
     return [] if facts.owned else ["Its owner has ended: the next start decides about it."]
-
-
-def _reason(checkpoint: Checkpoint) -> str:
-    return checkpoint.reason + (f" ({checkpoint.detail})" if checkpoint.detail else "")
 
 
 def _its_rank_among_others(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
@@ -160,15 +164,19 @@ def _its_end(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
         f"To end that: ckptfsm unpin {step}",
         "reader": f"It is kept by {facts.readers.get(step, 0)} reader lease(s). A lease ends when its "
         "reader gives it back, or some time after the reader has died.",
-        RETENTION: f"It is kept by the retention policy of the trainer{_by_rule(step, facts)}.",
+        RETENTION: _by_policy(step, facts),
     }
     return [told[reason] for reason in reasons]
 
 
-def _by_rule(step: int, facts: Surroundings) -> str:
+def _by_policy(step: int, facts: Surroundings) -> str:
     if step in facts.rules:
-        return f": {facts.rules[step]}"
-    return ", or the owner has not applied the policy yet" if facts.owned else ""
+        return f"It is kept by the retention policy of the trainer: {facts.rules[step]}."
+    if facts.owned:
+        return "It is kept by the retention policy, or the owner has not applied the policy yet."
+    if facts.rules:
+        return "No rule of the trainer's policy keeps it: the next run of the job deletes it."
+    return "It is kept by the retention policy of the trainer."
 
 
 def _because(reason: str) -> str:

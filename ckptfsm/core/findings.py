@@ -7,13 +7,13 @@ uses. So a finding never promises another outcome than the start's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
-from ckptfsm.core.layout import parse_aside
+from ckptfsm.core.layout import JOURNAL, parse_aside, segment_name
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.recovery import Plan
@@ -49,6 +49,8 @@ class Situation:
     - ``processes``: processes of this host that have files of the root open, beside its owner.
     - ``forked``: processes of this host that a trainer forked, which have only its lock and journal.
     - ``free_bytes``: free on the disk.
+    - ``newest_segment``: the epoch of the journal's newest file; 0 if there is none.
+    - ``failed``: the saves of the newest run that failed since it tracked one, in words.
     - ``lost_segments``: files of the journal that are sealed, and gone.
     - ``strangers``: files in the directory of a tracked step that its manifest does not list, by step.
     """
@@ -65,6 +67,8 @@ class Situation:
     lost_segments: tuple[str, ...] = ()
     strangers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     forked: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    newest_segment: int = 0
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -76,6 +80,12 @@ _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last co
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
+_PUT_FILE_BACK = "put that file back before any start, if a copy has it; see the page"
+_MEND = "mend what the error names, then see in ckptfsm ls that a step is tracked"
+_WAIT = "nothing now, the job lives: its next save and start repair this"
+_ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
+# Nothing starts and nothing is repaired beside a living job.
+_BESIDE_A_JOB = MappingProxyType({_START: _WAIT, _COMPLETE: _WAIT, _FALL_BACK: _WAIT})
 _BROKEN, _REPAIRED, _NOTE = Severity.BROKEN, Severity.REPAIRED, Severity.NOTE
 
 # For each rule of recovery: the code, the severity, and the way out.
@@ -116,7 +126,18 @@ def examine(facts: Situation) -> list[Finding]:
     While an owner lives, or may live on another host, saves in flight and prunes are left out: they
     are under way.
     """
-    found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
+    found = [
+        *_of_the_cut(facts),
+        *_of_the_plan(facts),
+        *_of_the_tracker(facts),
+        *_of_names(facts),
+        *_of_the_host(facts),
+    ]
+    found += _of_failures(facts)
+    if facts.owner.ownership is Ownership.LIVES:
+        found = [
+            replace(each, remedy=_BESIDE_A_JOB.get(each.remedy, each.remedy)) for each in found
+        ]
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
@@ -150,6 +171,10 @@ def _of_refusal(refused: DamagedRoot, facts: Situation) -> Finding:
     if unfinished and not hopeless:
         remedy = "do as the message says: nothing is lost, and no step has to be given up"
         return Finding("rollback-refused", _BROKEN, refused.message, remedy)
+    if facts.owner.ownership is Ownership.LIVES and "evidence" in refused.facts:
+        why = "; ".join(refused.facts["evidence"])
+        words = f"{facts.owner}, and no checkpoint is left that a start could resume from: {why}"
+        return Finding("nothing-to-resume-from", _BROKEN, words, _ONLY_COPY)
     aside = {of: name for name in facts.quarantined if (of := parse_aside(name)) is not None}
     if not aside:
         return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)
@@ -168,6 +193,31 @@ def _of_decision(decision: Decision) -> Finding:
     code, severity, remedy = BY_RULE[decision.rule]
     words = f"{decision.subject}: {decision.why}; a start would say: {decision.result}"
     return Finding(code, severity, words, remedy.format(step=decision.step), decision.step)
+
+
+def _of_the_cut(facts: Situation) -> Iterator[Finding]:
+    """The newest owner's file of the journal is gone, as steps on disk show that nothing explains.
+
+    An epoch alone is no sign: a start may be refused after it took one.
+    """
+    epoch = facts.owner.epoch
+    if not 0 < facts.newest_segment < epoch or isinstance(facts.decided, DamagedRoot):
+        return
+    rules = {decision.rule for decision in facts.decided.decisions}
+    if rules & {"missing", "never_in_use", "unknown_and_complete"}:
+        file = f"{JOURNAL}/{segment_name(epoch)}"
+        words = f"{file} is not there, and epoch {epoch} owned the root: its saves are not known"
+        yield Finding("journal-cut", _BROKEN, words, _PUT_FILE_BACK)
+
+
+def _of_failures(facts: Situation) -> list[Finding]:
+    """All saves of the newest run failed since its last tracked one. A single one may be chance."""
+    if not facts.failed:
+        return []
+    many, latest = len(facts.failed), facts.ledger.latest()
+    since = f"since step {latest.step}, the latest" if latest is not None else "and none is tracked"
+    words = f"{many} save{'s' if many > 1 else ''} failed {since}; the last was {facts.failed[-1]}"
+    return [Finding("saves-failing", _BROKEN if many > 1 else _NOTE, words, _MEND)]
 
 
 def _of_the_tracker(facts: Situation) -> Iterator[Finding]:
@@ -231,6 +281,10 @@ def _names(of: tuple[str, ...]) -> str:
 
 def _of_the_host(facts: Situation) -> Iterator[Finding]:
     owner = facts.owner
+    if owner.stopped:
+        words = f"{owner}: it saves nothing, and no other job can start"
+        remedy = f"let it go on: kill -CONT {owner.pid}, or end it: kill -9 {owner.pid}"
+        yield Finding("owner-stopped", _BROKEN, words, remedy)
     if owner.ownership is Ownership.ENDED:
         words = f"{owner}: it crashed or was killed"
         yield Finding("owner-ended", _NOTE, words, "start the job")

@@ -120,6 +120,11 @@ class Checkpoint:
     detail: str = ""
 
     @property
+    def why(self) -> str:
+        """The reason of a failure or a withdrawal, with its detail, for people."""
+        return self.reason + (f" ({self.detail})" if self.detail else "")
+
+    @property
     def step(self) -> int:
         return self.id.step
 

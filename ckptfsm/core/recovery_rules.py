@@ -201,6 +201,10 @@ def _of_the_directory(facts: Facts) -> str:
     return facts.there.detail if facts.there is not None else ""
 
 
+def _of_the_failure(facts: Facts) -> str:
+    return f"it had failed: {facts.checkpoint.why}"
+
+
 def _not_whole(facts: Facts) -> str:
     trashed = facts.there is None and facts.in_trash
     lies = f"; look in {TRASH} and {QUARANTINE}" if trashed else ""
@@ -211,7 +215,9 @@ def _why_it_leaves_again(facts: Facts) -> str:
     there = facts.there
     if there is None or there.found != "manifest" or is_whole(facts.checkpoint, there):
         return "withdrawn before"
-    return f"{ANOTHER_MANIFEST}. If it is to be used all the same: ckptfsm quarantine restore"
+    of = facts.checkpoint.id
+    way = f"ckptfsm adopt {QUARANTINE}/{of} --step {of.step}"
+    return f"{ANOTHER_MANIFEST}. If it is to be used all the same: {way}"
 
 
 # ------------------------------------------------------------------------------------------ rules
@@ -342,7 +348,7 @@ RULES: Final[tuple[Rule, ...]] = (
         always,
         Result.DISCARDED,
         (WritersLost,),
-        "it had failed",
+        _of_the_failure,
     ),
     Rule(
         "left_in_the_trash",

@@ -20,6 +20,7 @@ from ckptfsm.core.evidence import (
     StagingEvidence,
     TrackerEvidence,
     is_whole,
+    why_not_whole,
 )
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
@@ -167,6 +168,15 @@ def inspect_published(
     Without ``files``, the files listed in its manifest are not checked, only its attempt is read.
     """
     return _inspect(storage, layout, step, layout.published_name(step), files)
+
+
+def why_damaged(storage: Storage, layout: Layout, checkpoint: Checkpoint) -> str:
+    """The reason why a tracked checkpoint is not whole at its name, by names and sizes; "" if it is."""
+    there = inspect_published(storage, layout, checkpoint.step)
+    if is_whole(checkpoint, there):
+        return ""
+    gone = lookup(storage, layout.published_name(checkpoint.step)) is None
+    return why_not_whole(checkpoint, None if gone else there)
 
 
 def inspect_at(storage: Storage, layout: Layout, step: int, directory: str) -> PublishedEvidence:

@@ -135,6 +135,8 @@ class History:
     - ``since``: the time when an attempt entered its state, as journaled. For people. Empty for an
       attempt that has not moved since the snapshot of the newest segment.
     - ``retention``: the record of the newest owner's policy; empty if there is none.
+    - ``failed``: the saves of the newest run that failed since it tracked one, in words. For people.
+      Those that a start gave up for a dead run are not among them.
     - ``missing``: the files of sealed segments that are gone. Nothing that decides is in them.
     """
 
@@ -149,6 +151,7 @@ class History:
     since: Mapping[AttemptId, str] = field(default_factory=dict)
     retention: PolicyRecord = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @property
     def given_up(self) -> frozenset[AttemptId]:
@@ -347,10 +350,12 @@ def _replay(
     known = set(checkpoints)
     run_seconds = opened.run_seconds
     intent = Intent.carried_by(opened)
+    failed: dict[AttemptId, str] = {}
     for index, record in enumerate(segment.records[1:], start=1):
         intent = intent.after(record, checkpoints)
         match record:
             case TransitionRecord():
+                _note_failure(failed, record)
                 of = replay_transition(checkpoints, record, file, index)
                 if record.created is not None:
                     known.add(of)
@@ -373,7 +378,17 @@ def _replay(
         lost_without(ledger, intent),
         MappingProxyType({of: c.at for of, c in checkpoints.items() if c.at}),
         opened.retention,
+        failed=tuple(failed.values()),
     )
+
+
+def _note_failure(failed: dict[AttemptId, str], record: TransitionRecord) -> None:
+    """Keep ``failed``, the failures since the last tracked checkpoint, up to this record."""
+    if record.dest is State.TRACKED:
+        failed.clear()
+    elif record.dest is State.FAILED and record.reason != "process_lost":
+        why = record.reason + (f" ({record.detail})" if record.detail else "")
+        failed[record.of] = f"step {record.of.step}: {why}"
 
 
 def replay_transition(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.identity import is_stopped, this_process
 from ckptfsm.core.documents import Holder, Pin, decode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
@@ -45,6 +45,7 @@ class Overview:
     - ``ledger``: the checkpoints, with the steps that pins and reader leases keep.
     - ``pins``: the reason of each pin, by step. ``readers``: the number of reader leases, by step.
     - ``unknown``: published names that no checkpoint of the journal explains.
+    - ``missing``: the tracked steps without a directory at their name.
     """
 
     root: str
@@ -56,6 +57,7 @@ class Overview:
     pins: Mapping[int, str]
     readers: Mapping[int, int]
     unknown: tuple[str, ...]
+    missing: frozenset[int] = frozenset()
 
     def rules(self) -> dict[int, str]:
         """The rules of the newest owner's policy that keep each step, in words."""
@@ -90,7 +92,18 @@ def look(storage: Storage) -> Overview:
         pins,
         readers,
         tuple(name for name, step in published.items() if step not in known),
+        _missing(storage, history, frozenset(published.values())),
     )
+
+
+def _missing(storage: Storage, history: History, published: frozenset[int]) -> frozenset[int]:
+    """The tracked steps that are not at their name, also by the journal as it is after that look."""
+    missing = _tracked(history) - published
+    return missing & _tracked(read_history(storage)) if missing else missing
+
+
+def _tracked(history: History) -> frozenset[int]:
+    return frozenset(c.step for c in history.ledger.in_state(State.TRACKED))
 
 
 def owner_of(storage: Storage) -> Owner:
@@ -107,7 +120,8 @@ def owner_of(storage: Storage) -> Owner:
     here = this_process()
     found = _ownership(storage, holder, here)
     in_container = found is Ownership.ELSEWHERE and holder.host == here.host
-    return Owner(found, epoch, holder.host, holder.pid, in_container)
+    stopped = found is Ownership.LIVES and is_stopped(holder.pid)
+    return Owner(found, epoch, holder.host, holder.pid, in_container, stopped)
 
 
 def _ownership(storage: Storage, holder: Holder, here: Identity) -> Ownership:

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from ckptfsm.adapters.abilities import required
-from ckptfsm.adapters.identity import _started
+from ckptfsm.adapters.identity import _started, is_stopped
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
 from ckptfsm.core.errors import (
@@ -355,7 +355,10 @@ def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
             pid=holder.pid,
         )
     host, pid = (holder.host, holder.pid) if holder else ("unknown", None)
-    return RootBusy(f"root {root} is owned by pid {pid} on {host}", root=root, host=host, pid=pid)
+    said = f"root {root} is owned by pid {pid} on {host}"
+    if holder is not None and not is_elsewhere(holder, identity) and is_stopped(holder.pid):
+        said += f", which is stopped: kill -CONT {pid} lets it go on, kill -9 {pid} ends it"
+    return RootBusy(said, root=root, host=host, pid=pid)
 
 
 def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int, str]:

@@ -61,6 +61,8 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         overview.history.missing,
         dict(_strangers(storage, overview)),
         processes.forked,
+        overview.history.failed,
+        overview.history.newest_epoch,
     )
 
 

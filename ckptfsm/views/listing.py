@@ -53,11 +53,12 @@ def rows_of(
     now: float,
     jobs: Sequence[JobRecord] = (),
     adopted: Mapping[AttemptId, Contents] = MappingProxyType({}),
+    damaged: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Row]:
     """The rows of a root, oldest step first. ``since``: when each attempt entered its state.
 
     ``now`` is in seconds since 1970. ``jobs`` are the records of jobs. ``adopted``: what the
-    directories of adopted checkpoints tell.
+    directories of adopted checkpoints tell. ``damaged``: why a tracked step is not whole at its name.
     """
     told: dict[AttemptId, tuple[str, ...]] = {}
     for record in sorted(jobs, key=lambda each: each.job):
@@ -70,7 +71,9 @@ def rows_of(
         if (told_by_files := adopted.get(of)) is not None:
             row = _with_contents(row, told_by_files, now)
         rule = rules.get(row.step, "") if row.kept_by == (RETENTION,) else ""
-        note = ", ".join(filter(None, (rule, row.note)))
+        tracked = checkpoint.state is State.TRACKED
+        wrong = f"NOT USABLE: {damaged[row.step]}" if tracked and row.step in damaged else ""
+        note = ", ".join(filter(None, (wrong, rule, row.note)))
         rows.append(replace(row, note=note, jobs=told.get(of, ())))
     for name in overview.unknown:
         step = overview.layout.parse_published(name)

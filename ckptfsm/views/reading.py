@@ -57,7 +57,7 @@ class Life:
 
     ``left``: the time when a segment no longer listed the attempt though it had not ended, or "". A
     person moved its directory away then. ``resumed``: every epoch of the root, the same in each
-    life.
+    life. ``manifest_crc`` is the checksum of its manifest, as far as the journal still tells.
     """
 
     step: int
@@ -69,6 +69,7 @@ class Life:
     adopted: bool
     left: str
     resumed: tuple[Run, ...]
+    manifest_crc: str = ""
 
     @property
     def end(self) -> State:
@@ -88,6 +89,7 @@ class _Draft:
     reason: str = ""
     detail: str = ""
     left: str = ""
+    manifest_crc: str = ""
 
     def enter(self, state: State, at: str, epoch: int, number: int = 0) -> None:
         if not self.entered or self.entered[-1].state is not state:
@@ -104,6 +106,7 @@ class _Draft:
             adopted=self.adopted,
             left=self.left,
             resumed=runs,
+            manifest_crc=self.manifest_crc,
         )
 
 
@@ -217,6 +220,7 @@ def _take_snapshot(drafts: dict[AttemptId, _Draft], opened: SegmentOpened) -> No
         draft.enter(record.state, opened.at, opened.epoch)
         draft.shard_bytes = draft.shard_bytes or record.shard_bytes
         draft.reason, draft.detail = record.reason, record.detail
+        draft.manifest_crc = record.manifest_crc or draft.manifest_crc
     for of, draft in drafts.items():
         ended = draft.entered[-1].state in ENDED
         if of not in present and not ended and not draft.left:
@@ -232,4 +236,5 @@ def _take_transition(
     draft.shard_bytes = record.shard_bytes or draft.shard_bytes
     draft.reason = record.reason or draft.reason
     draft.detail = record.detail or draft.detail
+    draft.manifest_crc = record.manifest_crc or draft.manifest_crc
     draft.left = ""

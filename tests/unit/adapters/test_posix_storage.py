@@ -1238,3 +1238,13 @@ def test_a_root_in_a_checkpoint_is_refused(tmp_path: Path, mark: str, place: str
         assert caught.value.reason == "in_a_checkpoint"
     assert sorted(tmp_path.rglob("*")) == before
     OpenPosix(str(tmp_path / "beside"))(True).close_root()
+
+
+def test_the_text_of_an_error_names_one_path_where_there_is_one(tmp_path):
+    """Catches: "'name' -> None", as if a rename had failed."""
+    storage = PosixStorage(tmp_path)
+    for call in (storage.stat, storage.open_existing, storage.open_exclusive):
+        with pytest.raises(OSError) as caught:
+            call("none/at/all")
+        assert str(caught.value).endswith("'none/at/all'")
+    storage.close_root()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals, shield_worker
+from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -312,7 +312,7 @@ def test_an_interrupt_inside_the_fork_is_not_swallowed():
 
 
 LOADER = """
-import os, signal, sys
+import os, signal, subprocess, sys
 from torch.utils.data import DataLoader
 from ckptfsm import shield_worker
 notices = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -321,7 +321,8 @@ for notice in notices:
 batches = iter(DataLoader(range(200), num_workers=2, worker_init_fn=shield_worker))
 next(batches), next(batches)  # one of each worker: both are shielded
 for notice in notices:
-    os.killpg(0, notice)
+    kill = ["kill", f"-{int(notice)}", "--", f"-{os.getpgrp()}"]
+    subprocess.run(kill, check=True, start_new_session=True)
 print(2 + sum(1 for _ in batches), flush=True)
 left = iter(DataLoader(range(200), num_workers=1, worker_init_fn=shield_worker))
 next(left)

@@ -57,7 +57,7 @@ def living(tmp_path):
 
 
 def test_a_pin_of_a_dead_root_is_there_until_it_is_ended(tmp_path, capsys):
-    real_root(tmp_path, 10, 20, 30)
+    real_root(tmp_path, 10, 20, 30, parts=TREE)
     assert "step 10 is pinned" in said(capsys, "pin", "10", "--reason", "paper", "-r", tmp_path)
     assert "pin: paper" in said(capsys, "ls", "-r", tmp_path)
     refused = ran(capsys, "prune", "10", "--apply", "-r", tmp_path)
@@ -77,13 +77,14 @@ def test_I7_prune_of_a_dead_root_never_takes_the_latest(tmp_path, capsys):
     assert said(capsys, *args, "--apply") == "nothing to prune: everything is kept\n"
 
 
-def test_a_prune_of_a_dead_root_verifies_the_latest_first(tmp_path, capsys):
+@pytest.mark.parametrize("which", [("--keep-latest", "1"), ("20",)], ids=["policy", "step"])
+def test_I2_a_prune_of_a_dead_root_verifies_the_latest_first(which, tmp_path, capsys):
     """Catches: the last good checkpoint deleted by hand, because a newer one is there and is damaged."""
     real_root(tmp_path, 10, 20, 30, parts=TREE)
     file = tmp_path / "iter_0000030/__0_0.distcp"
     content = file.read_bytes()
     file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    args = ("prune", "--keep-latest", "1", "--apply", "-r", tmp_path)
+    args = ("prune", *which, "--apply", "-r", tmp_path)
     status, out, err = ran(capsys, *args)
     assert (status, out) == (1, "") and "nothing is pruned, because the latest is damaged" in err
     assert len(list(tmp_path.glob("iter_*"))) == 3
@@ -118,6 +119,52 @@ def test_a_dry_run_on_a_dead_root_uses_the_recorded_policy(tmp_path, capsys):
     assert said(capsys, "prune", "--dry-run", "-r", tmp_path) == "would prune: 10\n"
     refused = ran(capsys, "prune", "--apply", "-r", tmp_path)
     assert refused[0] == 2 and "give --keep-latest" in refused[2]
+
+
+def test_a_command_leaves_the_policy_of_the_trainer_recorded(tmp_path, capsys):
+    """Catches: an unpin after which nothing tells that the step is to be deleted."""
+    job = real_job(tmp_path, retention=LatestN(2))
+    job.save(10)
+    job.coordinator.pin(10, "paper")
+    for step in (20, 30):
+        job.save(step)
+    job.close()
+    said(capsys, "unpin", "10", "-r", tmp_path)
+    assert said(capsys, "prune", "--dry-run", "-r", tmp_path) == "would prune: 10\n"
+    assert "No rule of the trainer's policy keeps it" in said(
+        capsys, "explain", "10", "-r", tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [("pin", "10"), ("prune", "10", "--apply")], ids=["pin", "prune"]
+)
+def test_F5_a_command_on_a_full_disk_says_what_may_be_removed(
+    command, tmp_path, capsys, monkeypatch
+):
+    """Catches: a bare error of the system from the commands that are to free space."""
+    real_root(tmp_path, 10, 20, parts=TREE)
+
+    def full(storage, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(PosixStorage, "open_exclusive", full)
+    status, _, err = ran(capsys, *command, "-r", tmp_path)
+    assert status == 1 and "only .ckptfsm/trash/gone-* may be removed by hand" in err
+    assert "-> None" not in err and "runbook disk-full" in err
+    assert len(list(tmp_path.glob("iter_*"))) == 2
+
+
+def test_a_refused_command_gives_no_advice_to_programmers(living, tmp_path, capsys):
+    """Catches: a person on call who is told to change the code of the trainer."""
+    status, _, err = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
+    refused = ran(capsys, "adopt", "iter_0000020", "-r", tmp_path)
+    missing = ran(capsys, "show", "99", "-r", tmp_path)
+    assert "owned by another manager" in refused[2] and "ckptfsm ls" in missing[2]
+    said_to_them = err + refused[2] + missing[2]
+    assert not any(
+        w in said_to_them for w in ("init_process_group", "takeover", "all_steps", "fix the")
+    )
 
 
 def test_rollback_of_a_dead_root_puts_later_steps_into_quarantine(tmp_path, capsys):
@@ -180,6 +227,17 @@ def test_I2_a_person_prunes_nothing_before_the_latest_was_verified(unproven, tmp
     unproven.coordinator.release(latest.lease, verified=30)
     assert served(unproven, lambda: ran(capsys, *args)) == (0, "pruned: 10, 20\n", "")
     assert steps(unproven) == [30]
+
+
+def test_I2_a_named_step_is_not_deleted_before_the_latest_was_verified(unproven, tmp_path, capsys):
+    """Catches: a named step deleted by the next job, before restore finds that the latest is damaged."""
+    status, out, _ = served(unproven, lambda: ran(capsys, "prune", "20", "--apply", "-r", tmp_path))
+    assert status == 3 and "step 20 is not deleted" in out and "the latest, step 30" in out
+    dry = served(unproven, lambda: ran(capsys, "prune", "20", "--dry-run", "-r", tmp_path))
+    assert dry[1].startswith("would prune: 20; retention waits")
+    assert steps(unproven) == [10, 20, 30]
+    unproven.save(40)
+    assert steps(unproven) == [40]
 
 
 def test_I2_an_unpin_prunes_nothing_before_the_latest_was_verified(unproven, tmp_path, capsys):
@@ -643,7 +701,7 @@ def test_a_lease_is_renewed_while_the_command_runs(tmp_path, capsys, monkeypatch
         (("lease", "99", "--ttl", "0"), "step 99 is not at"),
         (("lease", "9" * 20), "Invalid value for 'step'"),
         (("rollback", "--yes", "9" * 20), "Invalid value for 'step'"),
-        (("prune", "--apply", "9" * 20), "Invalid value for 'step'"),
+        (("prune", "--apply", "9" * 20), "there is no checkpoint of step 9999"),
         (("pin", "10", "--reason", "x" * 1001), "reason: String should have at most 1000"),
         (("pin", "10", "--reason", "\udcff"), "reason: "),
         (("ls", "--watch", "inf"), "Invalid value for '--watch'"),
@@ -670,7 +728,8 @@ def test_bad_calls_are_told(arguments, words, tmp_path, capsys):
 )
 def test_the_root_is_the_last_argument_of_commands_that_change_it(call, tmp_path, capsys):
     """Catches: a command that changes another root than the one it is given; one that takes two."""
-    before, named = (real_root(tmp_path / name, 10, 20) for name in ("before", "named"))
+    roots = (real_root(tmp_path / name, 10, 20, parts=TREE) for name in ("before", "named"))
+    before, named = roots
     if call[0] == "quarantine":
         assert ran(capsys, "rollback", "10", "--yes", "-r", named)[0] == 0
     assert ran(capsys, *call, named, "-r", before)[0] == 2, "the root is named twice"

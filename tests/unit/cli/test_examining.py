@@ -24,11 +24,13 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing, examining
 from ckptfsm.core import findings
+from ckptfsm.core.documents import Holder
+from ckptfsm.core.events import Failed
 from ckptfsm.core.findings import BY_RULE, Severity
 from ckptfsm.core.layout import LAYOUTS, TRACKER
 from ckptfsm.core.recovery_rules import RULES
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk import inspection, situation
+from ckptfsm.disk import inspection, overview, ownership, situation
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
@@ -153,6 +155,12 @@ def _refused_rollback(root: Path) -> None:
     (root / TRACKER).write_text("40")
 
 
+def _cut(root: Path) -> None:
+    real_root(root, 10, 20)
+    real_root(root, 30, retention=LatestN(1))
+    (root / ".ckptfsm/journal/000002.ndjson").unlink()
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F17": ("prune-interrupted", _prune_interrupted),
     "F18 torn": ("tracker-unreadable", _tracker("")),
@@ -166,6 +174,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F19 all": ("nothing-to-resume-from", _nothing_left),
     "F20": ("journal-damaged", _journal),
     "F20 purged": ("journal-shortened", _shortened),
+    "F20 newest": ("journal-cut", _cut),
     "F34": ("written-by-newer-version", _newer),
     "F2": ("save-interrupted", _save_interrupted),
     "F2 owner": ("owner-ended", _save_interrupted),
@@ -254,6 +263,13 @@ def test_fix_asks_first(tmp_path, capsys, monkeypatch):
     assert "tracker-unreadable" in codes(capsys, tmp_path / "root")
 
 
+def test_the_doctor_says_beside_a_finding_that_contents_were_not_read(tmp_path, capsys):
+    """Catches: a hint that another finding hides, so that nobody reads the contents."""
+    _withdrawn(tmp_path)
+    told = said(capsys, "doctor", "-r", tmp_path)
+    assert "quarantine-in-use" in told and "to read the contents: ckptfsm verify --all" in told
+
+
 def test_nothing_is_wrong_with_a_root_that_was_closed(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
     assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
@@ -265,6 +281,76 @@ def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monke
     job.save(10)
     job.fork(job.request(20))
     assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
+    job.close()
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [((10,), "it has the only good copy"), ((10, 20), "its next save and start repair this")],
+    ids=["the only step", "one of two"],
+)
+def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(
+    saved, words, tmp_path, capsys, monkeypatch
+):
+    """Catches: a person who ends the job that has the only copy, to begin again or to repair."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    for step in saved:
+        job.save(step)
+    shutil.rmtree(tmp_path / f"iter_{saved[-1]:07d}")
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert status == 1 and words in out
+    assert not any(each in out for each in ("fresh", "start the job", "--fix"))
+    job.close()
+
+
+def test_saves_that_fail_again_and_again_are_told(tmp_path, capsys, monkeypatch):
+    """Catches: a job that warns of each failed save for hours, while the doctor sees no fault."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    job.save(10)
+    for step in (20, 30):
+        job.fail(job.request(step))
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert status == 1 and "broken: 2 saves failed since step 10, the latest" in out
+    assert "the last was step 30: writer_died" in out and "runbook saves-failing" in out
+    job.save(40)
+    assert "saves-failing" not in codes(capsys, tmp_path)
+    job.fail(job.request(50))
+    assert ran(capsys, "doctor", "-r", tmp_path)[1].startswith("note: 1 save failed")
+    job.close()
+
+
+def test_F5_a_save_that_failed_before_its_job_ended_is_told_with_its_error(tmp_path, capsys):
+    """Catches: a job that is said to have ended by itself, and is started against the same fault."""
+    job = real_job(tmp_path)
+    of = job.request(10)
+    job.coordinator.report([Failed(of, "write_failed", "File too large")])
+    crashed(job)
+    assert (
+        "it had failed: write_failed (File too large)" in ran(capsys, "doctor", "-r", tmp_path)[1]
+    )
+
+
+@pytest.mark.parametrize("room", [overview, ownership], ids=["doctor", "command"])
+def test_an_owner_that_is_stopped_is_told_with_the_way_to_go_on(
+    room, tmp_path, capsys, monkeypatch
+):
+    """Catches: a job that stands still for a night, and a start that is refused without a reason."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    job.save(10)
+    asked = []
+    monkeypatch.setattr(room, "is_stopped", lambda pid: asked.append(pid) or True)
+    if room is overview:
+        out = ran(capsys, "doctor", "-r", tmp_path)[1]
+        assert "is stopped" in out and f"kill -CONT {os.getpid()}" in out
+    else:
+        here = this_process()
+        holder = Holder(epoch=1, host=here.host, pid=77, started="", nonce="n")
+        busy = ownership._busy("root", holder, here)
+        assert "which is stopped: kill -CONT 77 lets" in busy.message
+    assert set(asked) == {os.getpid() if room is overview else 77}
     job.close()
 
 

@@ -35,7 +35,7 @@ from ckptfsm.testing.simfs import SimDisk, SimStorage
 def rolled_back(tmp_path):
     job = real_job(tmp_path)
     for step in (10, 20, 30):
-        job.save(step)
+        job.save(step, TREE)
     job.coordinator.rollback(10)
     job.close()
     job.storage.close_root()
@@ -81,10 +81,11 @@ def test_another_runs_directory_that_is_put_back_leaves_with_a_word_on_how_to_us
     for _ in range(2):
         aside.rename(mine / "iter_0000020")
         with Manager(fake_ports(mine), make_config(QUICK)) as again:
-            with pytest.warns(RecoveryWarning, match="another run's.*ckptfsm quarantine restore"):
+            with pytest.warns(RecoveryWarning, match="another run's.*ckptfsm adopt .ckptfsm/"):
                 again.poll()
             assert again.all_steps() == [10] and aside.is_dir()
-    said(capsys, "quarantine", "restore", "20.e1.a2", "-r", mine)
+    assert ran(capsys, "quarantine", "restore", "20.e1.a2", "-r", mine)[0] == 1
+    said(capsys, "adopt", ".ckptfsm/quarantine/20.e1.a2", "--step", "20", "-r", mine)
     crashed(real_job(mine))
     assert latest(capsys, mine) == "A start would resume from step 20."
 
@@ -105,10 +106,31 @@ def test_restore_of_a_repaired_last_checkpoint_brings_the_root_back(tmp_path, ca
 
 
 def test_I2_restore_refuses_a_damaged_one(rolled_back, capsys):
-    (rolled_back / ".ckptfsm/quarantine/30.e1.a3/.metadata").unlink()
+    (rolled_back / ".ckptfsm/quarantine/30.e1.a3/__0_0.distcp").unlink()
     status, _, err = ran(capsys, "quarantine", "restore", "30.e1.a3", "-r", rolled_back)
-    assert status == 1 and "no loader would take it" in err
+    assert status == 1 and "it is damaged: " in err
     assert latest(capsys, rolled_back) == "A start would resume from step 10."
+
+
+@pytest.mark.parametrize("how", ["content", "another run"])
+def test_I2_restore_refuses_what_is_not_the_checkpoint_that_was_saved(how, tmp_path, capsys):
+    """Catches: a directory withdrawn as another run's, or damaged, that comes back as the latest."""
+    root = real_root(tmp_path / "root", 10, 20, parts=TREE)
+    directory = root / "iter_0000020"
+    if how == "content":
+        shard = directory / "__0_0.distcp"
+        shard.write_bytes(bytes(reversed(shard.read_bytes())))
+        said(capsys, "rollback", "10", "--yes", "-r", root)
+    else:
+        shutil.rmtree(directory)
+        shutil.copytree(
+            real_root(tmp_path / "other", 10, 20, parts=TREE) / directory.name, directory
+        )
+        ran(capsys, "doctor", "--fix", "--yes", "-r", root)
+    status, _, err = ran(capsys, "quarantine", "restore", "20.e1.a2", "-r", root)
+    words = "another content" if how == "content" else "is not the one that the journal recorded"
+    assert status == 1 and words in err
+    assert latest(capsys, root) == "A start would resume from step 10."
 
 
 def test_restore_refuses_a_name_that_is_taken(rolled_back, capsys):
@@ -152,7 +174,7 @@ def test_F12_a_root_of_another_host_is_opened_only_on_a_person_s_word(command, t
     job = FakeJob(PosixStorage(tmp_path), identity=elsewhere, clock=SystemClock())
     job.open()
     for step in (10, 20):
-        job.save(step)
+        job.save(step, TREE)
     job.coordinator.rollback(10)
     crashed(job)
     stock(tmp_path / "iter_0000040")

@@ -422,6 +422,33 @@ def test_explain_resume_falls_back_as_a_start_does(tmp_path, capsys):
     job.close()
 
 
+@pytest.mark.parametrize("how", ["gone", "of another run", "cut"])
+def test_F19_a_step_that_is_not_usable_is_not_told_as_complete(how, tmp_path, capsys):
+    """Catches: a list and an explanation that trust the journal, and look at no directory."""
+    root = real_root(tmp_path / "root", 10, 20)
+    latest = root / "iter_0000020"
+    if how == "cut":
+        (latest / "__0_0.distcp").write_bytes(b"")
+    else:
+        shutil.rmtree(latest)
+    if how == "of another run":
+        real_root(tmp_path / "other", 10, 20)
+        shutil.copytree(tmp_path / "other/iter_0000020", latest)
+    told = said(capsys, "explain", "20", "-r", root)
+    assert "Step 20 is tracked, and is not usable: " in told and "complete" not in told
+    assert "NOT USABLE: " in said(capsys, "ls", "-r", root)
+    (row,) = json.loads(said(capsys, "ls", "--json", "-r", root))["checkpoints"][1:]
+    assert row["note"].startswith("NOT USABLE: ")
+    assert "NOT USABLE" not in said(capsys, "explain", "10", "-r", root)
+
+
+def test_explain_resume_says_that_contents_were_not_read(tmp_path, capsys):
+    """Catches: a person who takes a start's plan for a proof of the contents."""
+    real_root(tmp_path, 10)
+    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert "contents were not read" in told and "ckptfsm verify --all" in told
+
+
 def test_explain_resume_tells_a_refusal(tmp_path, capsys):
     real_root(tmp_path, 10)
     (tmp_path / "iter_0000010/.metadata").unlink()

@@ -168,9 +168,11 @@ def test_bad_calls_are_told(arguments, words, root, capsys):
     assert (status, out) == (2, "") and words in err
 
 
-def test_a_root_without_a_tracked_checkpoint_has_nothing_to_verify(tmp_path, capsys):
+@pytest.mark.parametrize("which", [(), ("--all",)], ids=["latest", "all"])
+def test_a_root_without_a_tracked_checkpoint_has_nothing_to_verify(which, tmp_path, capsys):
+    """Catches: a check of nothing that ends like a good one."""
     real_root(tmp_path)
-    status, _, err = ran(capsys, "verify", "-r", tmp_path)
+    status, _, err = ran(capsys, "verify", *which, "-r", tmp_path)
     assert status == 2 and "no checkpoint of this root is tracked" in err
 
 
@@ -258,6 +260,19 @@ def test_with_a_damaged_journal_the_checkpoints_are_judged_all_the_same(root, ca
     assert ran(capsys, "verify", "30", "-r", root)[0] == 2
     _, _, err = ran(capsys, "ls", "-r", root)
     assert "ckptfsm verify --all" in err and "ckptfsm doctor" in err
+
+
+@pytest.mark.damages_journal("deletes the journal")
+def test_without_a_journal_the_checkpoints_are_judged_all_the_same(root, capsys):
+    """Catches: a check of nothing that succeeds, and a damaged step that the next start adopts."""
+    shutil.rmtree(root / ".ckptfsm/journal")
+    assert said(capsys, "verify", "--all", "-r", root).startswith("there is no journal: judged is ")
+    shard = root / "iter_0000020/__0_0.distcp"
+    shard.write_bytes(bytes(reversed(shard.read_bytes())))
+    status, out, _ = ran(capsys, "verify", "--all", "-r", root)
+    assert status == 1 and "step 20: DAMAGED" in out and "step 10: good" in out
+    assert "move iter_0000020 out of the root" in out
+    assert ran(capsys, "verify", "20", "-r", root)[0] == 1
 
 
 def test_files_of_strangers_in_a_checkpoint_are_told(root, capsys):
