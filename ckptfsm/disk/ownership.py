@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from ckptfsm.adapters.abilities import required
-from ckptfsm.adapters.identity import _started
+from ckptfsm.adapters.identity import _started, boot_of, is_hidden
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
 from ckptfsm.core.errors import (
@@ -299,32 +299,42 @@ def holder_lives(storage: Storage, holder: Holder | None, identity: Identity) ->
     Some file systems know no locks. A process that opens and closes the lock's file once more, say
     to copy the root, has lost its lock. A copied root names the holder too, but the holder does not
     have the *copy's* lock file open.
+
+    A process that cannot be looked at, such as another user's, is never taken as dead.
     """
     if holder is None or holder.released:
         return False
     if _is_here(holder, identity):
         return holder.nonce in _living.nonces
-    started = "" if is_elsewhere(holder, identity) else _started(holder.pid)
+    if is_elsewhere(holder, identity):
+        return False
+    started = _started(holder.pid)
+    if not started and is_hidden(holder.pid):
+        return boot_of(holder.started) == boot_of(identity.started)
     if not started or holder.started != started:
         return False
-    return _has_open(holder.pid, storage.absolute(LOCK))
+    return _may_have_open(holder.pid, storage.absolute(LOCK))
 
 
-def _has_open(pid: int, path: str) -> bool:
-    """True if a process has the file ``path`` open; False also if that cannot be seen."""
+def _may_have_open(pid: int, path: str) -> bool:
+    """True if a process has the file ``path`` open, or does not let this user see its files."""
     descriptors = Path(f"/proc/{pid}/fd")
     try:
         names = os.listdir(descriptors)
-    except OSError:  # ended, or another user's process
+    except PermissionError:
+        return True
+    except OSError:  # ended
         return False
-    return any(_leads_to(descriptors / name, path) for name in names)
+    return any(_may_lead_to(descriptors / name, path) for name in names)
 
 
-def _leads_to(descriptor: Path, path: str) -> bool:
+def _may_lead_to(descriptor: Path, path: str) -> bool:
     try:
         named = descriptor.readlink().name == Path(path).name  # touch no other file of it
         return named and descriptor.samefile(path)
-    except OSError:  # closed meanwhile, or forbidden
+    except PermissionError:
+        return True
+    except OSError:  # closed meanwhile
         return False
 
 

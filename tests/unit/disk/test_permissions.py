@@ -16,7 +16,13 @@ from real_roots import real_job, real_root
 
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.cli.app import run
-from ckptfsm.core.errors import NotPermitted
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.errors import NotPermitted, RootBusy
+from ckptfsm.core.evidence import Ownership
+from ckptfsm.disk import ownership
+from ckptfsm.disk.overview import owner_of
+from ckptfsm.disk.ownership import open_root
 from ckptfsm.disk.reader_lease import ReaderLease
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -90,3 +96,38 @@ def test_a_stranger_is_refused_by_type(place: Path, living: bool):
     assert as_user(OTHERS, lambda: commanded("ls", "-r", str(root))) == (0, "")
     if living:
         job.close()
+
+
+def seen(root: Path) -> Ownership:
+    return owner_of(PosixStorage(root, create=False)).ownership
+
+
+def started(root: Path) -> None:
+    open_root(PosixStorage(root), this_process())
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_F12_an_owner_that_cannot_be_looked_at_is_not_dead(place: Path, hidden: bool, monkeypatch):
+    """Catches: a colleague who takes the root of a living job, of which the kernel shows neither the
+    open files nor, with hidepid, the start; after a copy the job has no lock either."""
+    root = place / "root"
+    job = real_job(root)
+    job.save(10)
+    (root / ".ckptfsm/lock").read_bytes()  # closing it, as a copy does, drops the lock
+    if hidden:
+        monkeypatch.setattr(ownership, "_started", lambda pid: "")
+    assert as_user(GROUP, lambda: seen(root)) is Ownership.LIVES
+    assert isinstance(as_user(GROUP, lambda: started(root)), RootBusy)
+    status, err = as_user(GROUP, lambda: commanded("pin", "10", "--wait", "0", "-r", str(root)))
+    assert status == 3 and "[root_busy: " in err
+    shutil.rmtree(root / ".ckptfsm/inbox")  # that colleague's umask is not the subject
+    job.save(20)  # nobody has fenced it
+    job.close()
+
+
+def test_F29_a_killed_owner_of_another_user_leaves_the_root_free(place: Path):
+    """Catches: an owner that cannot be looked at, taken for living although its process ended."""
+    root = real_root(place / "root", 10)
+    fork_child(lambda: started(root), keep=(), group=True).wait(WAIT_S)
+    assert as_user(GROUP, lambda: seen(root)) is Ownership.ENDED
+    assert as_user(GROUP, lambda: started(root)) is None
