@@ -355,8 +355,8 @@ def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys, monkey
     job = real_job(tmp_path)
     job.save(10)
     (tmp_path / TRACKER).write_text("soon")
-    out = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
-    assert "nothing was done" in out and str(os.getpid()) in out
+    status, out, _ = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
+    assert status == 3 and "nothing was done" in out and str(os.getpid()) in out
     job.close()
 
 
@@ -428,7 +428,7 @@ def test_an_interrupted_rollback_without_a_whole_step_has_nothing_to_resume_from
 def test_fix_does_not_fail_a_save_that_only_a_start_can_complete(tmp_path, capsys):
     _to_complete(tmp_path)
     status, out, err = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
-    assert (status, err) == (0, "") and "nothing was done: ConfigError: step 20" in out
+    assert (status, err) == (3, "") and "nothing was done: ConfigError: step 20" in out
     job = real_job(tmp_path)
     latest = job.coordinator.ledger.latest()
     assert latest is not None and latest.step == 20
