@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,8 @@ from ckptfsm.cli.changing import Wait, ask
 from ckptfsm.cli.owning import OwnerEnded, owned
 from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened, opened_directory
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.coordinator.admitting import admit, judge
-from ckptfsm.core.documents import Asked
+from ckptfsm.coordinator.admitting import admit, judge_content
+from ckptfsm.core.documents import Asked, FileEntry
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
 from ckptfsm.core.parts import MAX_STEP
@@ -55,7 +55,8 @@ def adopt(
 ) -> None:
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
 
-    A directory outside of the root is moved into the root, but none of another root. No owner may live.
+    All its files are read once, and compared with its manifest, if it has one. A directory outside of the
+    root is moved into the root, but none of another root. No owner may live.
     A root that is missing or empty is made.
     """
     at = root.resolve()
@@ -74,11 +75,12 @@ def adopt(
         source = given.relative_to(at).as_posix()
         _refuse_inside(layout, source, found)
         _start(root, owner_ended)
+        _judge_inside(root, source, found)
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
         with opened_directory(given.parent) as storage:
-            judge(storage, layout, given.name, found)
+            judge_content(storage, layout, given.name, found, _all_told)
         if makes:
             _make(root, layout)
         _start(root, owner_ended)
@@ -131,6 +133,17 @@ def _start(root: Path, owner_ended: bool) -> None:
         if "evidence" not in error.facts:
             raise
         put([clean(f"no checkpoint is in service: {error.message}")])
+
+
+def _judge_inside(root: Path, source: str, step: int) -> None:
+    with opened(root) as storage:
+        judge_content(storage, look(storage).layout, source, step, _all_told)
+
+
+def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
+    """All files, and a line that they are read: that may take long."""
+    put([f"reads {format_bytes(sum(file.bytes for file in files))}, to compare the digests"])
+    return files
 
 
 def _take_into_service(root: Path, source: str, step: int) -> None:
@@ -186,6 +199,8 @@ def restore(
 ) -> None:
     """Bring a complete checkpoint back from quarantine, and pin it. No owner may live.
 
+    All its files are read once, and compared with its manifest.
+
     If it is newer than the latest, it becomes the latest.
     """
     root = place or root
@@ -196,6 +211,7 @@ def restore(
                 f"{name!r} is no checkpoint in quarantine", file=f"{QUARANTINE}/{name}"
             )
     _start(root, owner_ended)
+    _judge_inside(root, f"{QUARANTINE}/{name}", of.step)
     _take_into_service(root, f"{QUARANTINE}/{name}", of.step)
 
 

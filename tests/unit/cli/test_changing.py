@@ -670,7 +670,7 @@ def test_bad_calls_are_told(arguments, words, tmp_path, capsys):
 )
 def test_the_root_is_the_last_argument_of_commands_that_change_it(call, tmp_path, capsys):
     """Catches: a command that changes another root than the one it is given; one that takes two."""
-    before, named = (real_root(tmp_path / name, 10, 20) for name in ("before", "named"))
+    before, named = (real_root(tmp_path / name, 10, 20, parts=TREE) for name in ("before", "named"))
     if call[0] == "quarantine":
         assert ran(capsys, "rollback", "10", "--yes", "-r", named)[0] == 0
     assert ran(capsys, *call, named, "-r", before)[0] == 2, "the root is named twice"
