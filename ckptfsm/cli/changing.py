@@ -8,6 +8,7 @@ methods.
 from __future__ import annotations
 
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -25,12 +26,20 @@ from ckptfsm.cli.reading import HERE, REFUSED, Place, Root, Step, opened, step_o
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, first_problem
-from ckptfsm.core.errors import ConfigError, DamagedRoot, OutcomeUnknown, RootBusy
+from ckptfsm.core.errors import (
+    ConfigError,
+    DamagedRoot,
+    NotPermitted,
+    OutcomeUnknown,
+    RootBusy,
+)
+from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recorded_policy import policy_of
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
+from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of
 from ckptfsm.disk.reader_lease import ReaderLease
@@ -180,7 +189,14 @@ def lease(
         put([held.path])
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _RENEW_S))
-            held.renew()
+            try:
+                held.renew()
+            except StepNotFoundError as error:
+                said = (
+                    f"the lease is lost: {error.message} any more, and what was read may be partial"
+                )
+                say_error(StepNotFoundError(said, **error.facts))
+                raise typer.Exit(1) from error
 
 
 def record_metrics(
@@ -252,6 +268,7 @@ def _answer_of_owner(
         if take_back(storage, asked.nonce):
             if not owner_of(storage).may_live:  # it closed meanwhile, say
                 return None
+            _refuse_closed_to_owner(storage)
             raise RootBusy(
                 f"no answer, and the request was taken back: {owner_of(storage)}",
                 root=overview.root,
@@ -261,6 +278,22 @@ def _answer_of_owner(
         raise OutcomeUnknown(_TAKEN)
     finally:
         storage.close_root()
+
+
+def _refuse_closed_to_owner(storage: Storage) -> None:
+    """Raise ``NotPermitted`` if the user of the root may not write where requests and answers lie.
+
+    A person made these directories, with a umask or a group that keeps that user out.
+    """
+    private = Path(storage.absolute(PRIVATE)).stat()
+    for directory in filter(partial(lookup, storage), (INBOX, ANSWERS)):
+        place = storage.absolute(directory)
+        found = Path(place).stat()
+        shared = found.st_gid == private.st_gid and found.st_mode & stat.S_IWGRP
+        if found.st_uid != private.st_uid and not shared:
+            repair = f"chgrp {private.st_gid} {place} && chmod g+w {place}"
+            said = f"no answer: {place} is user {found.st_uid}'s, and keeps the owner out: {repair}"
+            raise NotPermitted(said, file=place, call="request", user=private.st_uid)
 
 
 def _awaited(storage: Storage, overview: Overview, asked: Asked, wait_s: float) -> Answered | None:
