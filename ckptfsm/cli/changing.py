@@ -32,6 +32,7 @@ from ckptfsm.core.errors import (
     NotPermitted,
     OutcomeUnknown,
     RootBusy,
+    StepNotFoundError,
 )
 from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE
 from ckptfsm.core.lifecycle import State
@@ -48,7 +49,7 @@ from ckptfsm.views.timeline import clean
 
 _LOOK_S = 0.2
 _LATE_S = 5.0  # the owner is at a request that it has taken
-_RENEW_S = 60.0
+_RENEW_S = 2.0  # the job's reader_timeout_s is not on disk, and may be short
 _TAKEN = "the owner took the request and has not answered: see ckptfsm log"
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
@@ -180,7 +181,10 @@ def lease(
     ttl: Annotated[float, typer.Option(help="Seconds to hold the lease.", min=0.0)] = 3600.0,
     root: Root = HERE,
 ) -> None:
-    """Hold a reader lease on a checkpoint while this command runs, and print the path to read."""
+    """Hold a reader lease on a checkpoint while this command runs, and print the path to read.
+
+    Exit status 1 if the lease is lost: the step was pruned or rolled back meanwhile.
+    """
     root = place or root
     with opened(root) as storage:
         layout = look(storage).layout.name
