@@ -55,8 +55,8 @@ def adopt(
 ) -> None:
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
 
-    All its files are read once, and compared with its manifest, if it has one. A directory outside of the
-    root is moved into the root, but none of another root. No owner may live.
+    All its files are read once, and compared with its manifest, if it has one. A directory outside of
+    the root is moved into the root, but none of another root. No owner may live.
     A root that is missing or empty is made.
     """
     at = root.resolve()
