@@ -68,8 +68,18 @@ _living = _OwnedHere()
 class RootOwnership:
     """The right to change a root. ``epoch`` is this run's generation."""
 
-    def __init__(self, storage: Storage, identity: Identity, epoch: int, lock: int | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        identity: Identity,
+        epoch: int,
+        lock: int | None,
+        ended: Holder | None = None,
+    ) -> None:
+        """``ended``: the holder before, if it has ended without giving the root back."""
         self.epoch = epoch
+        self._ended = ended
+        self._as_found = False
         self._storage = storage
         self._identity = identity
         self._lock = lock
@@ -187,8 +197,15 @@ class RootOwnership:
             return ""
         return holder.nonce if holder is not None else None
 
+    def give_back_as_found(self) -> None:
+        """As ``release``, after an opening that repaired nothing: a crash before it stays to be seen."""
+        self._as_found = True
+        self.release()
+
     def _say_released(self) -> None:
         holder = _holder(self._identity, self.epoch, released=True)
+        if self._as_found and self._ended is not None:
+            holder = self._ended.model_copy(update={"epoch": self.epoch})
         path = _epoch_path(self.epoch)
         try:
             put(self._storage, path, encode_sealed(holder), tag=self.tag)
@@ -271,7 +288,8 @@ def open_root(
         if lock is not None:
             storage.unlock(lock)
         raise
-    lease = RootOwnership(storage, identity, taken, lock)
+    ended = holder if holder is not None and not holder.released and not takeover else None
+    lease = RootOwnership(storage, identity, taken, lock, ended)
     try:
         remove_marker(storage, temporary)
         storage.fsync_dir(EPOCHS)
