@@ -67,6 +67,8 @@ def adopt(
         with opened(root) as storage:
             layout = look(storage).layout
     given = directory if directory.is_absolute() or directory.exists() else at / directory
+    if not given.exists():
+        raise ConfigError(f"there is no directory {directory}", file=str(given), reason="missing")
     found = step if step is not None else layout.parse_published(given.name)
     if found is None:
         raise ConfigError(f"{given.name} names no step: give --step", file=str(given))

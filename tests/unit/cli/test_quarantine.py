@@ -273,6 +273,15 @@ def test_an_adopted_checkpoint_has_its_size_its_parts_and_its_age(tmp_path, caps
     assert float(age[1]) > 86400 and float(size[1]) == rows[1]["bytes"]
 
 
+@pytest.mark.parametrize("root", ("there", "missing"))
+def test_adopt_of_a_directory_that_is_not_there_says_so(root, tmp_path, capsys):
+    """Catches: words about the root, where the checkpoint is misspelt."""
+    real_root(tmp_path / "there", 10)
+    status, _, err = ran(capsys, "adopt", "gone", "--step", "4", "-r", tmp_path / root)
+    assert status == 2 and "there is no directory gone" in err
+    assert not (tmp_path / "missing").exists()
+
+
 def test_adopt_refuses_what_no_loader_takes(tmp_path, capsys):
     root = real_root(tmp_path / "root", 10)
     (root / "iter_0000040").mkdir()
