@@ -43,3 +43,19 @@ def _started(process: int | str) -> str:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{fields[19]}"
+
+
+def boot_of(started: str) -> str:
+    """The boot in the start of a process, as its record on disk names it."""
+    return started.partition(":")[0]
+
+
+def is_hidden(pid: int) -> bool:
+    """True if another user's process has this number, and ``/proc`` does not show it (hidepid)."""
+    try:
+        os.kill(pid, 0)  # sends nothing
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return False

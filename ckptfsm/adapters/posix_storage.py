@@ -9,7 +9,7 @@ Rules:
 - Nothing is changed through a directory on another device than the root (a mount point inside it):
   ``EXDEV``. A bind mount of the same device cannot be told apart this way.
 - The umask decides who may read and write new files and directories, and a directory's setgid bit
-  their group, as for any program.
+  their group, as for any program. A directory in the private one is writable for its group if that is.
 - Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
 - Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that
   no caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
@@ -26,7 +26,9 @@ import ctypes
 import errno
 import fcntl
 import functools
+import grp
 import os
+import pwd
 import re
 import stat as modes
 import threading
@@ -40,7 +42,7 @@ import xxhash
 
 from ckptfsm.adapters.abilities import required
 from ckptfsm.adapters.memory import NO_SUCH_CALL
-from ckptfsm.core.errors import ConfigError, StorageError, describe
+from ckptfsm.core.errors import ConfigError, NotPermitted, StorageError, describe
 from ckptfsm.core.layout import LAYOUTS, MANIFEST, PRIVATE, TRACKER
 from ckptfsm.core.ports import FileKind, FileStat
 
@@ -321,6 +323,8 @@ class PosixStorage:
     def mkdir(self, path: str) -> None:
         with self._entry(path, changes=True) as (parent, name):
             os.mkdir(name, 0o777, dir_fd=parent)
+            if path.rpartition("/")[0] == PRIVATE:
+                _let_group_write(parent, name)
 
     def rmdir(self, path: str) -> None:
         with self._entry(path, changes=True) as (parent, name):
@@ -434,8 +438,27 @@ class PosixStorage:
                 if fd != root:
                     os.close(fd)
         except OSError as error:
-            error.filename = path
+            _name(error, path)
+            self._explain(error, path)
             raise
+
+    def _explain(self, error: OSError, path: str) -> None:
+        """Tell whose the file and its directory are, if that decided about an error."""
+        plain = error.errno is not None and error.strerror == os.strerror(error.errno)
+        if error.errno not in (errno.EACCES, errno.EPERM) or not plain:
+            return
+        places = [each for each in (path.rpartition("/")[0], path) if each]
+        told = [words for each in places or [""] if (words := self._described(each))]
+        error.strerror = f"{error.strerror} ({', '.join(told)})"
+
+    def _described(self, path: str) -> str:
+        """The owner, group and mode of a file; "" if that cannot be seen."""
+        try:
+            found = os.stat(path or ".", dir_fd=self._root_fd, follow_symlinks=False)
+        except OSError:
+            return ""
+        place = f"{self.root}/{path}" if path else self.root
+        return f"{place}: {_whose(found)}"
 
     @contextmanager
     def _entries(self, src: str, dst: str) -> Iterator[tuple[int, str, int, str]]:
@@ -457,6 +480,9 @@ class PosixStorage:
                     raise OSError(errno.EBADF, "the storage is closed")
                 fd = self._reach(root, pieces, changes)
                 yield fd
+        except OSError as error:
+            self._explain(error, path)
+            raise
         finally:
             if fd != root:
                 os.close(fd)
@@ -499,10 +525,16 @@ def _named(path: str, other: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = path
-        if other is not None:  # else the text of the error would end with "-> None"
-            error.filename2 = other
+        _name(error, path, other)
         raise
+
+
+def _name(error: OSError, path: str, other: str | None = None) -> None:
+    error.filename = path
+    if (
+        other is not None or error.filename2 is not None
+    ):  # one that is set to None is told as "None"
+        error.filename2 = other
 
 
 def _open_beneath(root: int, pieces: tuple[str, ...]) -> int | None:
@@ -524,6 +556,34 @@ def _open_directory(parent: int, name: str) -> int:
         if modes.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
         raise
+
+
+def _let_group_write(parent: int, name: str) -> None:
+    """Let the group write into a new directory if it may write into ``parent``.
+
+    A directory of the library is for the owner of the root and all who may send requests: the umask of
+    the first one must not keep the others out.
+    """
+    if not os.fstat(parent).st_mode & modes.S_IWGRP:
+        return
+    fd = _open_directory(parent, name)
+    try:
+        os.fchmod(fd, modes.S_IMODE(os.fstat(fd).st_mode) | modes.S_IRWXG)
+    finally:
+        os.close(fd)
+
+
+def _whose(found: os.stat_result) -> str:
+    """The owner, group and mode of a file, in words."""
+    try:
+        user = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        user = str(found.st_uid)
+    try:
+        group = grp.getgrgid(found.st_gid).gr_name
+    except KeyError:
+        group = str(found.st_gid)
+    return f"user {user}, group {group}, mode {modes.filemode(found.st_mode)}"
 
 
 def _inode(found: os.stat_result) -> _Inode:
@@ -730,12 +790,25 @@ def _fsync_path(directory: str) -> None:
         os.close(fd)
 
 
+def _not_permitted(root: str, error: PermissionError) -> NotPermitted:
+    """The error for a root that this user may not open."""
+    try:
+        whose = f" ({root}: {_whose(os.stat(root))})"
+    except OSError:  # a directory above it keeps this user out
+        whose = ""
+    user, name = os.geteuid(), errno.errorcode[error.errno or errno.EACCES]
+    said = f"open: user {user} may not: {os.strerror(error.errno or errno.EACCES)}{whose}"
+    return NotPermitted(said, file=root, errno_name=name, call="open", user=user)
+
+
 def _open_root(root: str) -> int:
     """Open the root itself; only its parents may be symbolic links."""
     try:
         return os.open(root, _DIRECTORY)
     except FileNotFoundError:
         raise ConfigError("the root does not exist", root=root, reason="missing") from None
+    except PermissionError as error:
+        raise _not_permitted(root, error) from error
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise

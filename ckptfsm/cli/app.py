@@ -129,9 +129,9 @@ def run(arguments: Sequence[str]) -> int:
         status = error.code
     except (CkptFsmError, OSError) as error:
         from ckptfsm.cli.terminal import say_error
-        from ckptfsm.disk.durable import storage_error
+        from ckptfsm.disk.durable import is_refused, storage_error
 
-        if isinstance(error, PermissionError) and not isinstance(error, CkptFsmError):
+        if isinstance(error, OSError) and is_refused(error):
             error = storage_error(error, "open")
         say_error(error)
         return _status_of(error)

@@ -8,6 +8,7 @@ methods.
 from __future__ import annotations
 
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,16 +29,19 @@ from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
 from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
+    NotPermitted,
     OutcomeUnknown,
     RootBusy,
     SaveRefused,
     StepNotFoundError,
 )
+from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recorded_policy import policy_of
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
+from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of
 from ckptfsm.disk.reader_lease import ReaderLease
@@ -46,7 +50,7 @@ from ckptfsm.views.timeline import clean
 
 _LOOK_S = 0.2
 _LATE_S = 5.0  # the owner is at a request that it has taken
-_RENEW_S = 60.0
+_RENEW_S = 2.0  # the job's reader_timeout_s is not on disk, and may be short
 _TAKEN = "the owner took the request and has not answered: see ckptfsm log"
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
@@ -204,7 +208,10 @@ def lease(
     ttl: Annotated[float, typer.Option(help="Seconds to hold the lease.", min=0.0)] = 3600.0,
     root: Root = HERE,
 ) -> None:
-    """Hold a reader lease on a checkpoint while this command runs, and print the path to read."""
+    """Hold a reader lease on a checkpoint while this command runs, and print the path to read.
+
+    Exit status 1 if the lease is lost: the step was pruned or rolled back meanwhile.
+    """
     root = place or root
     with opened(root) as storage:
         layout = look(storage).layout.name
@@ -213,7 +220,14 @@ def lease(
         put([held.path])
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _RENEW_S))
-            held.renew()
+            try:
+                held.renew()
+            except StepNotFoundError as error:
+                said = (
+                    f"the lease is lost: {error.message} any more, and what was read may be partial"
+                )
+                say_error(StepNotFoundError(said, **error.facts))
+                raise typer.Exit(1) from error
 
 
 def record_metrics(
@@ -285,6 +299,7 @@ def _answer_of_owner(
         if take_back(storage, asked.nonce):
             if not owner_of(storage).may_live:  # it closed meanwhile, say
                 return None
+            _refuse_closed_to_owner(storage)
             raise RootBusy(
                 f"no answer, and the request was taken back: {owner_of(storage)}",
                 root=overview.root,
@@ -294,6 +309,22 @@ def _answer_of_owner(
         raise OutcomeUnknown(_TAKEN)
     finally:
         storage.close_root()
+
+
+def _refuse_closed_to_owner(storage: Storage) -> None:
+    """Raise ``NotPermitted`` if the user of the root may not write where requests and answers lie.
+
+    A person made these directories, with a umask or a group that keeps that user out.
+    """
+    private = Path(storage.absolute(PRIVATE)).stat()
+    for directory in filter(partial(lookup, storage), (INBOX, ANSWERS)):
+        place = storage.absolute(directory)
+        found = Path(place).stat()
+        shared = found.st_gid == private.st_gid and found.st_mode & stat.S_IWGRP
+        if found.st_uid != private.st_uid and not shared:
+            repair = f"chgrp {private.st_gid} {place} && chmod g+w {place}"
+            said = f"no answer: {place} is user {found.st_uid}'s, and keeps the owner out: {repair}"
+            raise NotPermitted(said, file=place, call="request", user=private.st_uid)
 
 
 def _awaited(storage: Storage, overview: Overview, asked: Asked, wait_s: float) -> Answered | None:

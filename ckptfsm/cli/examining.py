@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened
+from ckptfsm.cli.reading import HERE, REFUSED, RUNBOOK, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
 from ckptfsm.core.findings import Finding, Severity, examine
@@ -37,9 +37,11 @@ def doctor(
 ) -> None:
     """Find damage, and tell the way out. Exit status 1 if a start cannot repair something.
 
-    --fix opens the root as a start does, and closes it. No complete checkpoint is deleted.
+    --fix opens the root as a start does, and closes it. No complete checkpoint is deleted. Exit status 3
+    if that is refused, as beside a living owner.
     """
     root = place or root
+    refused = 0
     with opened(root) as storage:
         found = findings_of(storage)
         repairs = any(each.severity is not Severity.NOTE for each in found)
@@ -48,7 +50,7 @@ def doctor(
             put(lines_of(found))
             if not yes and not typer.confirm("Open the root and repair it as a start would?"):
                 raise typer.Exit(_status_of(found))
-            put(_fix(root, owner_ended))
+            refused = _fix(root, owner_ended)
             found = findings_of(storage)
     if json:
         put_json([{**asdict(each), "severity": each.severity.value} for each in found])
@@ -58,7 +60,7 @@ def doctor(
             put([f"by names and sizes; {_TO_READ}"])
         if found and not root.samefile("."):
             put([clean(f"all commands work as printed in the root: cd {quote(str(root))}")])
-    raise typer.Exit(_status_of(found))
+    raise typer.Exit(_status_of(found) or refused)
 
 
 def _status_of(found: list[Finding]) -> int:
@@ -99,16 +101,21 @@ def lines_of(found: list[Finding]) -> list[str]:
     return [clean(line) for line in lines]
 
 
-def _fix(root: Root, owner_ended: bool) -> list[str]:
-    """Open a root as a start does, and close it: recovery repairs, and journals its moves."""
+def _fix(root: Root, owner_ended: bool) -> int:
+    """Open a root as a start does, and close it: recovery repairs, and journals its moves.
+
+    Returns the exit status of a refusal, or 0.
+    """
     try:
         with owned(root, ended=owner_ended) as (_, report):
             pass
     except (RootBusy, ConfigError) as error:  # ConfigError: a save needs torch to be completed
-        return [f"nothing was done: {describe(error)}"]
+        put([clean(f"nothing was done: {describe(error)}")])
+        return REFUSED
     done = [f"{each.subject}: {each.result}, because: {each.why}" for each in report.decisions]
     subjects = tuple(f"{each.subject} " for each in report.decisions)
     done += [each for each in report.warnings if not each.startswith(subjects)]
     step = report.latest_step
     latest = "no checkpoint is tracked" if step is None else f"latest: {step}"
-    return [clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest)]
+    put(clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest))
+    return 0

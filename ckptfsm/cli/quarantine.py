@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,8 @@ from ckptfsm.cli.changing import Wait, ask
 from ckptfsm.cli.owning import OwnerEnded, owned
 from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened, opened_directory
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.coordinator.admitting import admit, judge
-from ckptfsm.core.documents import Asked
+from ckptfsm.coordinator.admitting import admit, judge_content
+from ckptfsm.core.documents import Asked, FileEntry
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.evidence import ANOTHER_MANIFEST
 from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
@@ -27,7 +27,6 @@ from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.disk.durable import each_file, list_names, lookup
 from ckptfsm.disk.inspection import read_commit
 from ckptfsm.disk.overview import layout_of_names, look
-from ckptfsm.disk.verification import verify_directory
 from ckptfsm.views.reading import Life, read_lives
 from ckptfsm.views.timeline import clean, describe_end, format_bytes
 
@@ -58,7 +57,8 @@ def adopt(
 ) -> None:
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
 
-    A directory outside of the root is moved into the root, but none of another root. No owner may live.
+    All its files are read once, and compared with its manifest, if it has one. A directory outside of
+    the root is moved into the root, but none of another root. No owner may live.
     A root that is missing or empty is made.
     """
     at = root.resolve()
@@ -69,6 +69,8 @@ def adopt(
         with opened(root) as storage:
             layout = look(storage).layout
     given = directory if directory.is_absolute() or directory.exists() else at / directory
+    if not given.exists():
+        raise ConfigError(f"there is no directory {directory}", file=str(given), reason="missing")
     found = step if step is not None else layout.parse_published(given.name)
     if found is None:
         raise ConfigError(f"{given.name} names no step: give --step", file=str(given))
@@ -77,11 +79,12 @@ def adopt(
         source = given.relative_to(at).as_posix()
         _refuse_inside(layout, source, found)
         _start(root, owner_ended)
+        _judge_inside(root, source, found)
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
         with opened_directory(given.parent) as storage:
-            judge(storage, layout, given.name, found)
+            judge_content(storage, layout, given.name, found, _all_told)
         if makes:
             _make(root, layout)
         _start(root, owner_ended)
@@ -134,6 +137,17 @@ def _start(root: Path, owner_ended: bool) -> None:
         if "evidence" not in error.facts:
             raise
         put([clean(f"no checkpoint is in service: {error.message}")])
+
+
+def _judge_inside(root: Path, source: str, step: int) -> None:
+    with opened(root) as storage:
+        judge_content(storage, look(storage).layout, source, step, _all_told)
+
+
+def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
+    """All files, and a line that they are read: that may take long."""
+    put([f"reads {format_bytes(sum(file.bytes for file in files))}, to compare the digests"])
+    return files
 
 
 def _take_into_service(root: Path, source: str, step: int) -> None:
@@ -189,7 +203,9 @@ def restore(
 ) -> None:
     """Bring a complete checkpoint back from quarantine, and pin it. No owner may live.
 
-    Its contents are read first. A damaged one is refused, and one that this root did not save.
+    All its files are read once, and compared with its manifest. A damaged one is refused, and one that
+    this root did not save.
+
     If it is newer than the latest, it becomes the latest.
     """
     root = place or root
@@ -210,9 +226,7 @@ def restore(
 def _refuse_unfit(storage: Storage, name: str, of: AttemptId, told: Life | None) -> None:
     """Refuse a directory that is damaged, or is another one than the journal told of its attempt."""
     path = f"{QUARANTINE}/{name}"
-    verdict = verify_directory(storage, path, look(storage).layout, of.step)
-    if not verdict.good:
-        raise DamagedRoot(f"it is damaged: {verdict.problems[0]}", file=path, step=of.step)
+    judge_content(storage, look(storage).layout, path, of.step, _all_told)
     commit = read_commit(storage, path)
     if commit is None or told is None:
         return

@@ -5,7 +5,7 @@ start never resumes unasked from a step that is newer than the tracker. So the t
 
 Order: judge, own the root, move the directory, make its files durable, then move the tracker. A death
 in between leaves a complete directory at its name: the next start adopts it, or reports it as newer
-than the tracker.
+than the tracker. The caller has compared the content before (``judge_content``): nothing is moved then.
 
 Rule: the caller has opened and closed the root before. So no rollback is interrupted, during which a
 moved tracker would look like a later save, and the tracker names the latest.
@@ -14,7 +14,7 @@ moved tracker would look like a later save, and the tracker names the latest.
 from __future__ import annotations
 
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
-from ckptfsm.core.layout import TRACKER, Layout, tracker_text
+from ckptfsm.core.layout import MANIFEST, TRACKER, Layout, tracker_text
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import fsync_tree_dirs, fsync_tree_files, lookup, move, put
 from ckptfsm.disk.inspection import (
@@ -24,6 +24,7 @@ from ckptfsm.disk.inspection import (
 )
 from ckptfsm.disk.journal import newest_segment
 from ckptfsm.disk.ownership import RootOwnership, open_root
+from ckptfsm.disk.verification import Choose, everything, verify_directory
 
 
 def admit(storage: Storage, identity: Identity, layout: Layout, source: str, step: int) -> None:
@@ -57,6 +58,25 @@ def judge(storage: Storage, layout: Layout, source: str, step: int) -> None:
         raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
     if there.found not in ("manifest", "stock"):
         raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
+
+
+def judge_content(
+    storage: Storage, layout: Layout, source: str, step: int, choose: Choose = everything
+) -> None:
+    """As ``judge``. Also raises ``DamagedRoot`` if a file is not what the directory's manifest says.
+
+    Reads every file once; without a manifest no digest is known. ``choose`` is told of the files.
+    """
+    judge(storage, layout, source, step)
+    verdict = verify_directory(storage, source, layout, step, choose)
+    if not verdict.good:
+        more = f", and {len(verdict.problems) - 1} more" if len(verdict.problems) > 1 else ""
+        raise DamagedRoot(
+            f"its own manifest calls it damaged: {verdict.problems[0]}{more}. Adopt another copy; to "
+            f"take this one without a proof, remove {source}/{MANIFEST} first",
+            file=source,
+            step=step,
+        )
 
 
 def _name_if_newer(storage: Storage, ownership: RootOwnership, step: int) -> None:

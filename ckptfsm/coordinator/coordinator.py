@@ -20,10 +20,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any, Literal
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.versions import installed
 from ckptfsm.coordinator.engine import Engine, EngineSettings
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
@@ -264,10 +266,18 @@ class Coordinator:
                 if part.kind in FINISHED_BY_US and part.kind not in self._finishers:
                     raise ConfigError(
                         f"step {checkpoint.step} was written, and its part {part.name!r} needs torch "
-                        "to be completed: open the root once with CheckpointManager",
+                        f"to be completed: open the root once with CheckpointManager{self._by_hand()}",
                         step=checkpoint.step,
                         part=part.name,
                     )
+
+    def _by_hand(self) -> str:
+        """The command that opens the root with torch, where that is installed."""
+        if "not installed" in (installed("torch"), installed("megatron-core")):
+            return ""
+        root = quote(self._storage.root)
+        code = "import sys, ckptfsm; ckptfsm.CheckpointManager(sys.argv[1], layout=sys.argv[2]).close()"
+        return f". Start the job, or run: python -c '{code}' {root} {self._layout.name}"
 
     def _recover(self, ownership: RootOwnership, before: History, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # a fenced manager could rename one over it
@@ -329,9 +339,11 @@ class Coordinator:
         ownership, self._ownership = self._ownership, None
         if ownership is None:
             return
+        if self._opened is None:  # refused: nothing was repaired
+            ownership.give_back_as_found()
+            return
         try:
-            if self._opened is not None:
-                self._opened.end()
+            self._opened.end()
         finally:
             ownership.release()
 

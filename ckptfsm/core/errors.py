@@ -230,7 +230,10 @@ class NotPermitted(StorageError, PermissionError):
     """This user may not do that in the root (``file``, ``call``, ``user``)."""
 
     kind = "not_permitted"
-    advice = "ask the owner of the files for access of the group: docs/permissions.md"
+    advice = (
+        "have its owner let the group do it, as by chmod g+w; to read, no lease is needed: "
+        "docs/permissions.md"
+    )
 
 
 class OutcomeUnknown(StorageError):

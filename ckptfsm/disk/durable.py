@@ -257,12 +257,20 @@ def fsync_tree_dirs(storage: Storage, directory: str) -> None:
     storage.fsync_dir(directory)
 
 
+def is_refused(error: OSError) -> bool:
+    """True if a user, or all users of a read-only mount, may not do it."""
+    return isinstance(error, PermissionError) or error.errno == errno.EROFS
+
+
 def storage_error(error: OSError, what: str, path: str | None = None) -> StorageError:
     """``error`` as a ``StorageError`` that names the file, the call and the errno."""
+    if isinstance(error, StorageError):
+        return error
     name = errno.errorcode.get(error.errno or 0)
     reason = os.strerror(error.errno) if error.errno else str(error)
     file = path or error.filename
-    if isinstance(error, PermissionError):
+    if is_refused(error):
+        reason = error.strerror or reason  # the storage tells whose the file is
         user = os.geteuid()
         return NotPermitted(
             f"{what}: user {user} may not: {reason}",

@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 from ckptfsm.adapters.abilities import required
-from ckptfsm.adapters.identity import _started, is_stopped
+from ckptfsm.adapters.identity import _started, boot_of, is_hidden, is_stopped
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
 from ckptfsm.core.errors import (
@@ -68,8 +68,18 @@ _living = _OwnedHere()
 class RootOwnership:
     """The right to change a root. ``epoch`` is this run's generation."""
 
-    def __init__(self, storage: Storage, identity: Identity, epoch: int, lock: int | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        identity: Identity,
+        epoch: int,
+        lock: int | None,
+        ended: Holder | None = None,
+    ) -> None:
+        """``ended``: the holder before, if it has ended without giving the root back."""
         self.epoch = epoch
+        self._ended = ended
+        self._as_found = False
         self._storage = storage
         self._identity = identity
         self._lock = lock
@@ -187,8 +197,15 @@ class RootOwnership:
             return ""
         return holder.nonce if holder is not None else None
 
+    def give_back_as_found(self) -> None:
+        """As ``release``, after an opening that repaired nothing: a crash before it stays to be seen."""
+        self._as_found = True
+        self.release()
+
     def _say_released(self) -> None:
         holder = _holder(self._identity, self.epoch, released=True)
+        if self._as_found and self._ended is not None:
+            holder = self._ended.model_copy(update={"epoch": self.epoch})
         path = _epoch_path(self.epoch)
         try:
             put(self._storage, path, encode_sealed(holder), tag=self.tag)
@@ -271,7 +288,8 @@ def open_root(
         if lock is not None:
             storage.unlock(lock)
         raise
-    lease = RootOwnership(storage, identity, taken, lock)
+    ended = holder if holder is not None and not holder.released and not takeover else None
+    lease = RootOwnership(storage, identity, taken, lock, ended)
     try:
         remove_marker(storage, temporary)
         storage.fsync_dir(EPOCHS)
@@ -299,32 +317,42 @@ def holder_lives(storage: Storage, holder: Holder | None, identity: Identity) ->
     Some file systems know no locks. A process that opens and closes the lock's file once more, say
     to copy the root, has lost its lock. A copied root names the holder too, but the holder does not
     have the *copy's* lock file open.
+
+    A process that cannot be looked at, such as another user's, is never taken as dead.
     """
     if holder is None or holder.released:
         return False
     if _is_here(holder, identity):
         return holder.nonce in _living.nonces
-    started = "" if is_elsewhere(holder, identity) else _started(holder.pid)
+    if is_elsewhere(holder, identity):
+        return False
+    started = _started(holder.pid)
+    if not started and is_hidden(holder.pid):
+        return boot_of(holder.started) == boot_of(identity.started)
     if not started or holder.started != started:
         return False
-    return _has_open(holder.pid, storage.absolute(LOCK))
+    return _may_have_open(holder.pid, storage.absolute(LOCK))
 
 
-def _has_open(pid: int, path: str) -> bool:
-    """True if a process has the file ``path`` open; False also if that cannot be seen."""
+def _may_have_open(pid: int, path: str) -> bool:
+    """True if a process has the file ``path`` open, or does not let this user see its files."""
     descriptors = Path(f"/proc/{pid}/fd")
     try:
         names = os.listdir(descriptors)
-    except OSError:  # ended, or another user's process
+    except PermissionError:
+        return True
+    except OSError:  # ended
         return False
-    return any(_leads_to(descriptors / name, path) for name in names)
+    return any(_may_lead_to(descriptors / name, path) for name in names)
 
 
-def _leads_to(descriptor: Path, path: str) -> bool:
+def _may_lead_to(descriptor: Path, path: str) -> bool:
     try:
         named = descriptor.readlink().name == Path(path).name  # touch no other file of it
         return named and descriptor.samefile(path)
-    except OSError:  # closed meanwhile, or forbidden
+    except PermissionError:
+        return True
+    except OSError:  # closed meanwhile
         return False
 
 

@@ -32,7 +32,7 @@ from ckptfsm.core.evidence import PublishedEvidence, is_whole, why_not_whole
 from ckptfsm.core.layout import LAYOUTS, OLD_READERS, READERS, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put, storage_error
+from ckptfsm.disk.durable import TEMPORARY, is_refused, list_names, lookup, put, storage_error
 from ckptfsm.disk.inspection import inspect_published
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.trash import remove_marker
@@ -171,7 +171,9 @@ class ReaderLease:
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
         try:
             put(self._storage, self._file, encode(mark), tag=self._nonce)
-        except PermissionError as error:
+        except OSError as error:
+            if not is_refused(error):
+                raise
             raise storage_error(error, "lease", self._file) from error
 
     def __exit__(

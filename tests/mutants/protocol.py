@@ -492,6 +492,18 @@ FENCES = (
         why="the check before the manifest is too old: putting the manifest takes time",
     ),
     mutant(
+        "another-users-owner-is-taken-for-dead",
+        "disk.ownership:_may_have_open",
+        "except PermissionError:\n        return True",
+        "except PermissionError:\n        return False",
+        breaks="I9",
+        source="fencing",
+        killers=(
+            "tests:test_permissions.py::test_F12_an_owner_that_cannot_be_looked_at_is_not_dead",
+        ),
+        why="nobody but root sees another user's open files, and its job may have lost its lock",
+    ),
+    mutant(
         "a-taker-forgets-all-epochs-but-its-own",
         "disk.ownership:_forget_older",
         "if older is not None and older < epoch:",

@@ -679,9 +679,27 @@ def test_a_lease_is_renewed_while_the_command_runs(tmp_path, capsys, monkeypatch
     real_root(tmp_path, 10, 20)
     clock = Sleeps(tmp_path)
     monkeypatch.setattr(changing, "time", clock)
-    said(capsys, "lease", "10", "--ttl", "150", "-r", tmp_path)
-    assert [seconds for seconds, _ in clock.seen] == [60, 60, 30]
+    said(capsys, "lease", "10", "--ttl", "5", "-r", tmp_path)
+    assert [seconds for seconds, _ in clock.seen] == [2, 2, 1]
     assert len({content for _, content in clock.seen}) == 3
+
+
+class Withdrawn(Sleeps):
+    """The same, in which a job takes the step away."""
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        (self.root / "iter_0000010").rename(self.root / ".ckptfsm/trash/10.e1.a1")
+
+
+@pytest.mark.damages_journal("the directory leaves without a word in the journal")
+def test_a_lease_that_is_lost_ends_the_command_with_an_error(tmp_path, capsys, monkeypatch):
+    """Catches: a script that goes on copying below a lease that keeps nothing."""
+    real_root(tmp_path, 10, 20)
+    monkeypatch.setattr(changing, "time", Withdrawn(tmp_path))
+    status, out, err = ran(capsys, "lease", "10", "--ttl", "100", "-r", tmp_path)
+    assert (status, out) == (1, f"{tmp_path}/iter_0000010\n")
+    assert "the lease is lost: step 10" in err
 
 
 @pytest.mark.parametrize(

@@ -441,8 +441,8 @@ def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys, monkey
     job = real_job(tmp_path)
     job.save(10)
     (tmp_path / TRACKER).write_text("soon")
-    out = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
-    assert "nothing was done" in out and str(os.getpid()) in out
+    status, out, _ = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
+    assert status == 3 and "nothing was done" in out and str(os.getpid()) in out
     job.close()
 
 
@@ -530,10 +530,27 @@ def test_an_interrupted_rollback_without_a_whole_step_has_nothing_to_resume_from
     assert "latest: 10" in ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
 
 
+@pytest.mark.parametrize("command", (("doctor", "--fix", "--yes"), ("pin", "10")))
+def test_F12_a_refused_opening_leaves_the_sign_of_the_crash(command, tmp_path, capsys):
+    """Catches: a crash that nobody hears of, because a command that did nothing gave the root back."""
+    _to_complete(tmp_path)
+    before = said(capsys, "ls", tmp_path).splitlines()[0]
+    assert "has ended without giving it back" in before
+    for epoch in (2, 3):
+        assert ran(capsys, *command, "-r", tmp_path)[0] != 0
+        after = said(capsys, "ls", tmp_path).splitlines()[0]
+        assert after == before.replace("epoch 1", f"epoch {epoch}")
+    job = real_job(tmp_path)
+    job.save(30)
+    job.close()
+    assert "gave it back" in said(capsys, "ls", tmp_path)
+
+
 def test_fix_does_not_fail_a_save_that_only_a_start_can_complete(tmp_path, capsys):
     _to_complete(tmp_path)
     status, out, err = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
-    assert (status, err) == (0, "") and "nothing was done: ConfigError: step 20" in out
+    assert (status, err) == (3, "") and "nothing was done: ConfigError: step 20" in out
+    assert ".CheckpointManager(sys.argv[1]" in out and f" {tmp_path} megatron" in out
     job = real_job(tmp_path)
     latest = job.coordinator.ledger.latest()
     assert latest is not None and latest.step == 20

@@ -18,7 +18,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import quarantine
-from ckptfsm.coordinator.admitting import admit, judge
+from ckptfsm.coordinator.admitting import admit, judge_content
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import OutcomeUnknown, RecoveryWarning
@@ -106,9 +106,11 @@ def test_restore_of_a_repaired_last_checkpoint_brings_the_root_back(tmp_path, ca
 
 
 def test_I2_restore_refuses_a_damaged_one(rolled_back, capsys):
-    (rolled_back / ".ckptfsm/quarantine/30.e1.a3/__0_0.distcp").unlink()
+    aside = rolled_back / ".ckptfsm/quarantine/30.e1.a3"
+    manifest = json.loads((aside / ".ckptfsm/manifest.json").read_text())
+    (aside / manifest["files"][0]["name"]).unlink()
     status, _, err = ran(capsys, "quarantine", "restore", "30.e1.a3", "-r", rolled_back)
-    assert status == 1 and "it is damaged: " in err
+    assert status == 1 and "no loader would take it" in err and "is missing" in err
     assert latest(capsys, rolled_back) == "A start would resume from step 10."
 
 
@@ -293,11 +295,48 @@ def test_an_adopted_checkpoint_has_its_size_its_parts_and_its_age(tmp_path, caps
     assert float(age[1]) > 86400 and float(size[1]) == rows[1]["bytes"]
 
 
+@pytest.mark.parametrize("root", ("there", "missing"))
+def test_adopt_of_a_directory_that_is_not_there_says_so(root, tmp_path, capsys):
+    """Catches: words about the root, where the checkpoint is misspelt."""
+    real_root(tmp_path / "there", 10)
+    status, _, err = ran(capsys, "adopt", "gone", "--step", "4", "-r", tmp_path / root)
+    assert status == 2 and "there is no directory gone" in err
+    assert not (tmp_path / "missing").exists()
+
+
 def test_adopt_refuses_what_no_loader_takes(tmp_path, capsys):
     root = real_root(tmp_path / "root", 10)
     (root / "iter_0000040").mkdir()
     status, _, err = ran(capsys, "adopt", "iter_0000040", "-r", root)
     assert status == 1 and "no loader would take it" in err
+
+
+@pytest.mark.parametrize("place", ("root", "elsewhere", "quarantine"))
+def test_I2_nothing_comes_into_service_that_its_own_manifest_calls_damaged(place, tmp_path, capsys):
+    """Catches: a copy with a flipped bit, of the right size, that a start would resume from."""
+    root = real_root(tmp_path / "root", 10, 40, parts=TREE)
+    given = {
+        "root": root / "iter_0000040",
+        "elsewhere": tmp_path / "iter_0000040",
+        "quarantine": root / ".ckptfsm/quarantine/40.e1.a2",
+    }[place]
+    if place == "quarantine":
+        said(capsys, "rollback", "10", "--yes", "-r", root)
+    else:
+        (root / "iter_0000040").rename(tmp_path / "kept")
+        said(capsys, "doctor", "--fix", "--yes", "-r", root)
+        (tmp_path / "kept").rename(given)
+    manifest = json.loads((given / ".ckptfsm/manifest.json").read_text())
+    file = given / next(each["name"] for each in manifest["files"] if each["bytes"])
+    good = file.read_bytes()
+    file.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    command = ("quarantine", "restore", given.name) if place == "quarantine" else ("adopt", given)
+    status, out, err = ran(capsys, *command, "-r", root)
+    assert status == 1 and "its own manifest calls it damaged" in err and file.name in err
+    assert "to compare the digests" in out and given.is_dir()
+    assert latest(capsys, root) == "A start would resume from step 10."
+    file.write_bytes(good)
+    assert "the latest is step 40" in said(capsys, *command, "-r", root)
 
 
 def test_adopt_leaves_a_directory_from_outside_in_its_place_if_it_is_refused(tmp_path, capsys):
@@ -344,10 +383,10 @@ def test_adopt_gives_a_directory_back_if_a_job_starts_meanwhile(tmp_path, capsys
     began: list[FakeJob] = []
 
     def and_begin(*given):
-        judge(*given)
+        judge_content(*given)
         began.append(real_job(root))
 
-    monkeypatch.setattr(quarantine, "judge", and_begin)
+    monkeypatch.setattr(quarantine, "judge_content", and_begin)
     status, _, err = ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)
     assert status == 3 and "root_busy" in err
     assert (tmp_path / "iter_0000040/.metadata").exists()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from managers import QUICK
 
 from ckptfsm.adapters.local_transport import LocalTransport
-from ckptfsm.adapters.posix_storage import OpenPosix
+from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
 from ckptfsm.core.config import make_config
-from ckptfsm.core.errors import (
-    StorageError,
-)
+from ckptfsm.core.errors import NotPermitted, StorageError
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.wiring import system_ports
+from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FilesDriver, FileTree
 
 
@@ -76,3 +77,20 @@ def test_a_lease_on_a_directory_that_no_journal_explains_has_no_metrics(tmp_path
     (tmp_path / ".ckptfsm/readers").mkdir(parents=True)
     with ReaderLease(tmp_path, 1) as lease:
         assert lease.metrics() == {}
+
+
+def read_only(index: int, method: str, path: str) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+
+def test_a_lease_on_a_read_only_mount_is_refused_by_type(tmp_path: Path):
+    """Catches: a bare OSError without a way out, on a host that may only read the root."""
+    run = files_manager(tmp_path)
+    run.save(1, parts={"t": tree("of the run")}).wait()
+    run.close()
+    storage = FaultStorage(PosixStorage(tmp_path, create=False), before=read_only)
+    with pytest.raises(NotPermitted, match="Read-only file system.*no lease is needed") as refused:
+        ReaderLease(tmp_path, 1, storage=storage).__enter__()
+    assert refused.value.errno_name == "EROFS"
+    run = files_manager(tmp_path)
+    run.close()
