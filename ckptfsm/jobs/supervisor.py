@@ -234,11 +234,12 @@ class Supervisor:
 
     def leave(self) -> None:
         """Kill the attempt that runs, and let go of its step. The records are another owner's."""
-        busy, self._busy = self._busy, None
+        busy = self._busy
         if busy is None:
             return
         if busy.process is not None:
             busy.process.kill()
+        self._busy = None  # last: the thread that sees the trainer's end kills the ``group``
         busy.lease.__exit__(None, None, None)
 
     def _wait(self, channel: Channel, until: float | None) -> None:

@@ -29,7 +29,7 @@ def assert_went_on(ranks: list[dict[str, Any]], root: Path) -> None:
     [
         ("no state", "rank 1 cannot prepare the save"),
         ("object", "rank 1 cannot prepare the save"),
-        ("overlap", "part 'state': key 'w': CheckpointingException: Invalid "),
+        ("overlap", "part 'state': key 'w': ranks 0, 1 each have it with the replica_id 0"),
         ("step", "rank 1 asks for step 7"),
     ],
 )

@@ -455,6 +455,22 @@ def test_the_end_of_the_trainer_gives_the_job_back(make):
     work.supervisor.end()
 
 
+def test_F2_an_attempt_is_seen_until_it_is_killed(make, monkeypatch):
+    """Catches: a program of an attempt that outlives a killed trainer: the thread that kills the group
+    found none, and ended the process before the other one had killed it."""
+    start, job = make
+    job.save(10)
+    work = start(shell(HELD))
+    work.work()
+    process = work.supervisor._busy.process
+    seen, kill = [], process.kill
+    monkeypatch.setattr(
+        type(process), "kill", lambda self: seen.append(work.supervisor.group) or kill()
+    )
+    work.supervisor.leave()
+    assert seen == [process.pid] and work.supervisor.group is None
+
+
 def test_a_failure_to_start_is_a_failed_attempt(make):
     start, job = make
     work = start(shell("true", attempts=1))
