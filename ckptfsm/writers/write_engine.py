@@ -32,8 +32,8 @@ Rules:
   another one gets it.
 - Where the host has no memory for an eager copy, the job ``must_wait``: its process reads the trainer's
   memory as for a gated save. In the mode ``auto``, a copy may take a share of the free memory.
-- The trainer's memory is read behind ``save`` only after ``expect_gate``. A ``gated`` save without that
-  promise ``must_wait``.
+- The trainer's memory is read behind ``save`` only after ``expect_gate``, and never memory that is
+  ``early``: that is copied, too. A ``gated`` save without that promise ``must_wait``.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
   storage is not the library's adapter. So it is without memory for a copy where ``process_vm_readv`` is
   refused.

@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -446,32 +447,33 @@ def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys, monkey
     job.close()
 
 
-def test_F29_a_process_that_still_writes_into_a_dead_root_is_named(tmp_path, capsys):
-    real_root(tmp_path, 10)
-    code = f"f = open({str(tmp_path / 'iter_0000010/late')!r}, 'w'); print('open', flush=True); input()"
+@contextmanager
+def other_process_with(path: Path) -> Iterator[int]:
+    """A process that has ``path`` open for writing; its pid."""
+    code = f"f = open({str(path)!r}, 'a'); print('open', flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as late:
-        assert late.stdout is not None and late.stdout.readline() == "open\n"
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        yield process.pid
+        process.communicate("\n")
+
+
+def test_F29_a_process_that_still_writes_into_a_dead_root_is_named(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    with other_process_with(tmp_path / "iter_0000010/late") as late:
         status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
-        late.communicate("\n")
-    assert status == 1 and f"{late.pid} python" in out
+    assert status == 1 and f"{late} python" in out
     assert "processes-left" not in codes(capsys, tmp_path)
 
 
 def test_F29_a_process_that_an_ended_trainer_forked_is_a_note(tmp_path, capsys):
     """Catches: workers of a data loader, with the trainer's lock, that are told as writers."""
     real_root(tmp_path, 10)
-    lock = repr(str(tmp_path / ".ckptfsm/lock"))
-    code = f"f = open({lock}, 'a'); print('open', flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as worker:
-        assert worker.stdout is not None and worker.stdout.readline() == "open\n"
+    with other_process_with(tmp_path / ".ckptfsm/lock") as worker:
         status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
-        worker.communicate("\n")
     assert status == 0 and "broken" not in out
-    assert f"lock open: {worker.pid} python" in out and f"kill {worker.pid}" in out
+    assert f"lock open: {worker} python" in out and f"kill {worker}" in out
 
 
 def test_F29_a_process_is_seen_also_where_a_link_leads_to_the_root(tmp_path, capsys):
