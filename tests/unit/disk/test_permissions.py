@@ -43,6 +43,14 @@ def place() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def commands_are_imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The other user may not read this clone, where it lies in a directory of its user alone."""
+    root = str(real_root(tmp_path_factory.mktemp("imports") / "root", 10))
+    for command in (("pin", "10"), ("doctor",), ("ls",), ("lease", "11")):
+        commanded(*command, "-r", root)
+
+
 def as_user(group: int, call: Callable[[], Any]) -> Any:
     """The result of a call in a process of another user of ``group``; the error it raises."""
 
