@@ -22,6 +22,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import threading
@@ -55,7 +56,9 @@ def shield_worker(worker_id: int = 0) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Blocked, not ignored: only so the thread learns who sent it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    trainer = multiprocessing.parent_process()  # not the fork server
+    pid = os.getppid() if trainer is None or trainer.pid is None else trainer.pid
+    threading.Thread(target=_end_with, args=(pid,), daemon=True).start()
 
 
 def _end_with(trainer: int) -> None:

@@ -14,13 +14,14 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.posix_storage import PosixStorage, refuse_checkpoint
 from ckptfsm.cli.terminal import console, folded, put, put_json
-from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError
+from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError, describe
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import why_damaged
 from ckptfsm.disk.job_records import read_records
+from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.overview import Overview, look
 from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
@@ -239,8 +240,13 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
 def _damaged(storage: Storage, overview: Overview, step: int) -> dict[int, str]:
     """Why a tracked step is not whole at its name, also by the journal as it is after that look."""
     checkpoint = overview.ledger.at(step)
-    why = why_damaged(storage, overview.layout, checkpoint) if checkpoint is not None else ""
-    return {step: why} if why and look(storage).ledger.at(step) == checkpoint else {}
+    if checkpoint is None:
+        return {}
+    try:
+        why = why_damaged(storage, overview.layout, checkpoint)
+    except OSError as error:  # the rest can be told all the same
+        return {step: f"it cannot be read: {describe(error)}"}
+    return {step: why} if why and read_history(storage).ledger.at(step) == checkpoint else {}
 
 
 def _explain_resume(storage: Storage) -> tuple[list[str], int]:

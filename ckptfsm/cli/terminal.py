@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ckptfsm.core.errors import CkptFsmError, describe, first_os_error, printable
+from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, describe, first_os_error, printable
 from ckptfsm.views.timeline import clean
 
 _GREEN, _RED, _YELLOW, _CYAN, _DIM = "32", "31", "33", "36", "2"
@@ -117,7 +117,10 @@ def say_error(error: Exception) -> None:
     if isinstance(error, CkptFsmError):
         words = f"{error.summary()} ({_ADVICE.get(error.kind, error.advice)})"
     refused = first_os_error(error)
-    if refused is not None and refused.errno in (errno.ENOSPC, errno.EDQUOT):
+    full = refused is not None and refused.errno in (errno.ENOSPC, errno.EDQUOT)
+    if (
+        refused is not None and full and not isinstance(error, OutcomeUnknown)
+    ):  # that says what is left
         words = f"{describe(refused)}: {_FULL}"
     line = f"error: {clean(words)}"
     width = shutil.get_terminal_size().columns  # standard output may be a pipe

@@ -158,7 +158,9 @@ class ReaderLease:
         there = self._look()
         while (known := self._known()) and not any(is_whole(c, there) for c in known):
             earlier, there = there, self._look()
-            if there == earlier:  # else the step was saved again between the two looks
+            if there.found == "no_directory":  # retention may bring it back from the trash
+                self._await_directory()
+            elif there == earlier:  # else the step was saved again between the two looks
                 why = why_not_whole(known[-1], there)
                 raise DamagedRoot(f"step {self._step}: {why}", step=self._step, file=self.path)
 

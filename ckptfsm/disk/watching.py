@@ -193,9 +193,13 @@ class _Watch:
         self._pass_over_earlier(ledger)
         there = _up_to(ledger, named)
         offered = [c for c in there if c.id not in self._known and c.step > self._floor]
+        late_until = self._clock.monotonic() + VISIBILITY_S  # for all of them
         for checkpoint in offered[-1:] if self._newest_only else offered:
+            late_s = max(0.0, late_until - self._clock.monotonic())
             try:
-                lease = self._lease_on(checkpoint, layout, named)
+                # the next look waits for the one that is named
+                late_s = late_s if checkpoint.step != named else 0.0
+                lease = self._lease_on(checkpoint, layout, late_s)
             except StepNotFoundError:
                 if checkpoint.step == named:
                     return None
@@ -235,8 +239,12 @@ class _Watch:
             self._known |= {of for of in ledger.checkpoints if of.step <= checkpoint.step}
             self._after = None
 
-    def _lease_on(self, checkpoint: Checkpoint, layout: Layout, named: int) -> ReaderLease | None:
+    def _lease_on(
+        self, checkpoint: Checkpoint, layout: Layout, late_s: float
+    ) -> ReaderLease | None:
         """A lease that is held; None if another directory stands at the name, which is told.
+
+        ``late_s``: the longest wait for the directory.
 
         Raises ``StepNotFoundError`` if there is none, or not any more.
         """
@@ -245,7 +253,7 @@ class _Watch:
             self._root,
             step,
             layout="verl" if layout is VERL else "megatron",
-            visibility_timeout_s=VISIBILITY_S if step != named else 0.0,  # else the next look waits
+            visibility_timeout_s=late_s,
             clock=self._clock,
         )
         lease.attempt = str(checkpoint.id)

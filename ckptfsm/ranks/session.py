@@ -416,9 +416,9 @@ class Session:
         An ``UnsavedStepsWarning`` comes with the first call if no setting makes a save due.
         """
         self._watch_polls(step)
-        if self._reached is None and not last:
+        first, self._reached = self._reached is None, step
+        if first and not last:
             self._warn_of_no_schedule()
-        self._reached = step
         latest = self._participant.view.latest
         if latest is not None and step <= latest:
             return False

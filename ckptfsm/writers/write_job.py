@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,8 +54,19 @@ class Reading:
     def spans(self) -> tuple[Span, ...]:
         """The places of all memory that is read through ``sources``."""
         first = len(self.sources) - len(self.segments)
-        lent = (Span(s.address, s.size, first + n, 0) for n, s in enumerate(self.segments))
+        lent = (each for n, s in enumerate(self.segments) for each in self._around(s, first + n))
         return (*self.copies, *lent)
+
+    def _around(self, segment: Segment, number: int) -> Iterator[Span]:
+        """What is read in a segment: not the places of which there are copies."""
+        start, end = segment.address, segment.address + segment.size
+        for copy in sorted(self.copies):
+            if start <= copy.address < end:
+                if copy.address > start:
+                    yield Span(start, copy.address - start, number, start - segment.address)
+                start = copy.address + copy.size
+        if start < end:
+            yield Span(start, end - start, number, start - segment.address)
 
 
 class Engine(Protocol):
@@ -201,11 +212,8 @@ class WriteJob:
         self._order_when_copied()
         if self._later is not None:
             timeout_s = min(timeout_s, _COPY_LOOK_S)
-        late = self._begin_by is not None and time.monotonic() > max(
-            self._begin_by, self._process.sent_at + SERVE_S
-        )
         exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
-        if exitcode is not None and self._later is not None:
+        if exitcode is not None and self._later is not None and not self.killed:
             time.sleep(timeout_s)  # it cannot have the order, and another process gets that
             return
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
@@ -218,7 +226,11 @@ class WriteJob:
                 self._failure = Outcome(1, error=message.error)
             elif isinstance(message, Accepted):
                 self._begun, self._begin_by = True, None
-        if late and self._begin_by is not None:
+        # After it was listened to: that sends the rest of an order to a process that reads.
+        late = self._begin_by is not None and time.monotonic() > max(
+            self._begin_by, self._process.sent_at + SERVE_S
+        )
+        if late:
             self._fail(_not_begun(f"it did not begin in {SERVE_S:g} s, at {self.whereabouts()}"))
         if self._outcome is None and exitcode is not None and not self._restarted(exitcode):
             self._end(self._failure or Outcome(exitcode))

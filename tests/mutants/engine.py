@@ -224,7 +224,7 @@ MUTANTS = (
     mutant(
         "an-order-that-nobody-takes-waits-for-ever",
         "writers.write_job:WriteJob._listen",
-        "if late and self._begin_by is not None:",
+        "if late:",
         "if False:",
         breaks="I10",
         source="F1",
@@ -235,7 +235,8 @@ MUTANTS = (
     mutant(
         "a-successor-reads-before-the-accelerators-copy",
         "writers.write_job:WriteJob._listen",
-        "if exitcode is not None and self._later is not None:\n    time.sleep(timeout_s)\n    return",
+        "if exitcode is not None and self._later is not None and not self.killed:\n"
+        "    time.sleep(timeout_s)\n    return",
         "",
         breaks="I5",
         source="order",

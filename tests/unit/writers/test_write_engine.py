@@ -28,7 +28,7 @@ from ckptfsm.adapters import memory, shared_work, spawn
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Segment
+from ckptfsm.adapters.segments import Segment, Span
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
@@ -215,6 +215,19 @@ def test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns(
     ends(run)
     assert (root / LOCATION / "__0_0.distcp").read_bytes() == state.wanted(0)
     assert (root / LOCATION / "__0_1.distcp").read_bytes() == wanted
+
+
+def test_a_copy_is_read_in_place_of_its_shared_segment():
+    """Catches: an average in shared memory beside an optimizer's state, read while it is changed."""
+    copies = [Span(1000, 100, 0, 0), Span(1150, 50, 0, 128)]
+    segment, arena = SimpleNamespace(address=1000, size=300), SimpleNamespace(segment=None)
+    reading = write_job.Reading(1, True, segments=(segment,), arena=arena, copies=copies)
+    assert sorted(reading.spans) == [
+        Span(1000, 100, 0, 0),
+        Span(1100, 50, 1, 100),
+        Span(1150, 50, 0, 128),
+        Span(1200, 100, 1, 200),
+    ]
 
 
 def test_a_state_that_changed_too_early_leaves_no_receipt(engine, storage, root):
