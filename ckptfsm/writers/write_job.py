@@ -58,7 +58,7 @@ class Reading:
         return (*self.copies, *lent)
 
     def _around(self, segment: Segment, number: int) -> Iterator[Span]:
-        """What is read in a segment: not the places of which there are copies."""
+        """The spans of a segment, without the places of which there are copies."""
         start, end = segment.address, segment.address + segment.size
         for copy in sorted(self.copies):
             if start <= copy.address < end:
