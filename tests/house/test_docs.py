@@ -46,7 +46,7 @@ GUIDES = [
     ROOT / "CONTRIBUTING.md",
 ]
 DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
-MOST_WORDS = 25
+MOST_WORDS = 30
 # Made by a machine, or full of figures, or still to be written anew.
 UNTIDY = {
     *DOCS.glob("decisions/0018-*.md"),
@@ -253,14 +253,13 @@ def sentences(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in LINKED if p not in UNTIDY], ids=name_of)
-def test_a_page_is_in_plain_english(page):
-    """Catches: a sentence that is too long, or that begins with a word that points nowhere."""
+def test_no_sentence_of_a_page_is_long(page):
+    """Catches: a sentence that must be read twice."""
     found = []
     for sentence in sentences(page):
         read = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", sentence))
         words = re.findall(r"[\w'/.-]+", read)
-        vague = re.match(r"(What|One|It|Of)\b", sentence) and not sentence.endswith("?")
-        if len(words) > MOST_WORDS or vague:
+        if len(words) > MOST_WORDS:
             found.append(sentence)
     assert found == []
 
