@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ckptfsm.ranks.tickets import Reading as Reading
     from ckptfsm.ranks.tickets import Ticket as Ticket
     from ckptfsm.writers.plain_files import FileTree as FileTree
+    from ckptfsm.writers.shard_file import ShardFile as ShardFile
 
 logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
 # transitions logs parts of every move at INFO, a level that trainers show: 14 lines for each save.
@@ -84,6 +85,7 @@ _PLACES = MappingProxyType(
         "DamagedRoot": "ckptfsm.core.errors",
         "ForeignRequest": "ckptfsm.megatron.foreign",
         "FileTree": "ckptfsm.writers.plain_files",
+        "ShardFile": "ckptfsm.writers.shard_file",
         "OptionalPart": "ckptfsm.core.parts",
         "PerRank": "ckptfsm.core.parts",
         "OffloadHook": "ckptfsm.core.ports",
@@ -111,11 +113,9 @@ __all__ = list(_PLACES)
 BESIDE_TORCH = MappingProxyType(
     {name: place for name, place in _PLACES.items() if place.startswith("ckptfsm.megatron.")}
 )
-_FIRST_NAMES = MappingProxyType({"Staging": "OffloadHook"})  # names that had another one first
 
 
 def __getattr__(name: str) -> Any:
-    name = _FIRST_NAMES.get(name, name)
     if name not in _PLACES:
         raise AttributeError(f"module 'ckptfsm' has no attribute {name!r}")
     if name not in BESIDE_TORCH:

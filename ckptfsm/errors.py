@@ -1,6 +1,3 @@
 """Errors and warnings, all of them; defined in ``ckptfsm.core.errors``."""
 
 from ckptfsm.core.errors import *  # noqa: F403
-from ckptfsm.core.errors import OffloadFailed
-
-StagingFailed = OffloadFailed  # the name it had first

@@ -31,9 +31,6 @@ READERS = f"{PRIVATE}/readers"
 INBOX = f"{PRIVATE}/inbox"  # requests of people to the owner; made with the first one
 ANSWERS = f"{PRIVATE}/answers"
 JOBS = f"{PRIVATE}/jobs"  # states of the jobs of on_tracked; made with the first one
-# Names of earlier versions: files there are read and obeyed, new files are never written there.
-OLD_EPOCHS = f"{PRIVATE}/lease"
-OLD_READERS = f"{PRIVATE}/leases"
 TRASH = f"{PRIVATE}/trash"
 QUARANTINE = f"{PRIVATE}/quarantine"
 DIRECTORIES = (PRIVATE, EPOCHS, JOURNAL, STAGING, PINS, READERS, TRASH, QUARANTINE)

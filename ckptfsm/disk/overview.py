@@ -16,7 +16,6 @@ from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
 from ckptfsm.core.layout import (
     LAYOUTS,
     MEGATRON,
-    OLD_READERS,
     PINS,
     PRIVATE,
     READERS,
@@ -168,8 +167,7 @@ def _reason_of(storage: Storage, path: str) -> str:
 
 def _readers(storage: Storage) -> dict[int, int]:
     found: dict[int, int] = {}
-    for directory in (READERS, OLD_READERS):
-        for step in map(parse_reader, list_names(storage, directory)):
-            if step is not None:
-                found[step] = found.get(step, 0) + 1
+    for step in map(parse_reader, list_names(storage, READERS)):
+        if step is not None:
+            found[step] = found.get(step, 0) + 1
     return found

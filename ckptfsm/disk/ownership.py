@@ -37,7 +37,6 @@ from ckptfsm.core.layout import (
     JOBS,
     JOURNAL,
     LOCK,
-    OLD_EPOCHS,
     PINS,
     PRIVATE,
     TAKING,
@@ -244,21 +243,18 @@ def _touch(storage: Storage, path: str) -> None:
 
 
 def newest_epoch(storage: Storage) -> int:
-    """The newest epoch that an owner has taken. An earlier version takes its own in a directory
-    apart."""
-    names = [*list_names(storage, OLD_EPOCHS), *list_names(storage, EPOCHS)]
-    return max((e for name in names if (e := parse_epoch(name)) is not None), default=0)
+    """The newest epoch that an owner has taken; 0 if there was none."""
+    epochs = map(parse_epoch, list_names(storage, EPOCHS))
+    return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 
 def read_holder(storage: Storage, epoch: int) -> Holder | None:
     """The holder of ``epoch``; None if there is no such epoch."""
-    for directory in (EPOCHS, OLD_EPOCHS):
-        path = f"{directory}/{epoch_name(epoch)}"
-        try:
-            return decode(Holder, storage.read(path, _HOLDER_BYTES), path)
-        except FileNotFoundError:
-            continue
-    return None
+    path = _epoch_path(epoch)
+    try:
+        return decode(Holder, storage.read(path, _HOLDER_BYTES), path)
+    except FileNotFoundError:
+        return None
 
 
 def open_root(
@@ -438,11 +434,10 @@ def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
 
 def _forget_older(storage: Storage, epoch: int) -> None:
     """Remove the epochs below ``epoch``; a zombie sees ``epoch`` and stops either way."""
-    for directory in (EPOCHS, OLD_EPOCHS):
-        for name in list_names(storage, directory):
-            older = parse_epoch(name)
-            if older is not None and older < epoch:
-                remove_marker(storage, f"{directory}/{name}")
+    for name in list_names(storage, EPOCHS):
+        older = parse_epoch(name)
+        if older is not None and older < epoch:
+            remove_marker(storage, f"{EPOCHS}/{name}")
 
 
 def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder:

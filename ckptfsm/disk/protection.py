@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptfsm.core.documents import Pin, encode
-from ckptfsm.core.layout import OLD_READERS, PINS, READERS, parse_pin, parse_reader, pin_name
+from ckptfsm.core.layout import PINS, READERS, parse_pin, parse_reader, pin_name
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import list_names, put
 
@@ -30,9 +30,8 @@ class Protection:
     def reader_leases(self) -> dict[str, int]:
         """The step that each reader lease holds, by the path of the lease."""
         return {
-            f"{directory}/{name}": step
-            for directory in (READERS, OLD_READERS)
-            for name in list_names(self.storage, directory)
+            f"{READERS}/{name}": step
+            for name in list_names(self.storage, READERS)
             if (step := parse_reader(name)) is not None
         }
 

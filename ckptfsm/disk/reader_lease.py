@@ -29,7 +29,7 @@ from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import DamagedRoot, StepNotFoundError, describe
 from ckptfsm.core.evidence import PublishedEvidence, is_whole, why_not_whole
-from ckptfsm.core.layout import LAYOUTS, OLD_READERS, READERS, parse_reader
+from ckptfsm.core.layout import LAYOUTS, READERS, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, is_refused, list_names, lookup, put, storage_error
@@ -78,13 +78,12 @@ class ReaderLease:
         self._owned = storage is None
         try:
             self._storage = storage or PosixStorage(root, create=False)
-            directory = _directory_of(self._storage)
         except PermissionError as error:
             raise storage_error(error, "lease", os.fspath(root)) from error
         self._step = step
         self.attempt = ""
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._file = f"{directory}/{step}.{self._nonce}.json"
+        self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
         self._layout = LAYOUTS[layout]
         self._name = self._layout.published_name(step)
@@ -197,14 +196,6 @@ class ReaderLease:
 log = logging.getLogger("ckptfsm")
 
 
-def _directory_of(storage: Storage) -> str:
-    """The directory of leases that the job reads: a job of an earlier version reads only the old
-    one.
-    """
-    earlier = lookup(storage, READERS) is None and lookup(storage, OLD_READERS) is not None
-    return OLD_READERS if earlier else READERS
-
-
 class ReaderLeases:
     """The leases that the coordinator knows, each named by its file."""
 
@@ -272,9 +263,8 @@ class ReaderLeases:
     def _listed(self) -> list[str]:
         """The files of leases, including half-written ones. Other files are ignored."""
         return [
-            f"{directory}/{name}"
-            for directory in (READERS, OLD_READERS)
-            for name in list_names(self._storage, directory)
+            f"{READERS}/{name}"
+            for name in list_names(self._storage, READERS)
             if parse_reader(name) is not None or TEMPORARY in name
         ]
 

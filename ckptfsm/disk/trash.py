@@ -21,7 +21,6 @@ from ckptfsm.core.layout import (
     EPOCHS,
     GONE,
     JOURNAL,
-    OLD_EPOCHS,
     PINS,
     STAGING,
     TAKING,
@@ -106,7 +105,7 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
 
 
 def sweep_temporaries(
-    storage: Storage, directories: Sequence[str] = ("", PINS, EPOCHS, OLD_EPOCHS, JOURNAL)
+    storage: Storage, directories: Sequence[str] = ("", PINS, EPOCHS, JOURNAL)
 ) -> int:
     """Delete temporary files that an error or a crash left beside tracker, pins, epochs, segments.
 
@@ -116,7 +115,7 @@ def sweep_temporaries(
     for directory in directories:
         for name in list_names(storage, directory):
             temporary = TEMPORARY in name if directory else name.startswith(TRACKER + TEMPORARY)
-            ours = temporary or (directory in (EPOCHS, OLD_EPOCHS) and name.startswith(TAKING))
+            ours = temporary or (directory == EPOCHS and name.startswith(TAKING))
             path = f"{directory}/{name}" if directory else name
             if ours and storage.stat(path).kind == "file":
                 storage.unlink(path)

@@ -11,8 +11,6 @@ from ckptfsm.core.layout import (
     INBOX,
     JOBS,
     JOURNAL,
-    OLD_EPOCHS,
-    OLD_READERS,
     PINS,
     PRIVATE,
     QUARANTINE,
@@ -30,7 +28,6 @@ _MEANING: Mapping[str, str] = MappingProxyType(
     {
         JOURNAL: "the transitions, one file per epoch",
         EPOCHS: "the owners, the newest counts",
-        OLD_EPOCHS: "the owners, as an earlier version named them",
         STAGING: "saves in flight",
         TRASH: "given up, deleted a little at a time",
         QUARANTINE: "withdrawn, never deleted by itself",
@@ -39,7 +36,6 @@ _MEANING: Mapping[str, str] = MappingProxyType(
         PINS: "steps that people keep",
         READERS: "steps that readers hold",
         JOBS: "jobs of on_tracked, by attempt and name",
-        OLD_READERS: "steps that readers hold, as an earlier version named them",
     }
 )
 

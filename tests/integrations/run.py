@@ -46,7 +46,7 @@ NAMED = ("torch", "megatron-core", "nvidia-resiliency-ext", "ray", "verl")  # in
 PACKAGES = re.compile(r"^(torch|triton)==([^;\s]+)(?:; python_version >= \"3.12\")?$", re.M)
 # torch itself comes without its libraries of CUDA, see cpu_torch.py.
 BASE = (
-    "ckptfsm[cli,testing]",
+    "ckptfsm[testing]",
     "filelock",
     "fsspec",
     "jinja2",

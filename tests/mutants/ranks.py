@@ -406,18 +406,6 @@ PEOPLE = (
         why="a close takes twice its close_timeout_s",
     ),
     mutant(
-        "an-owner-does-not-see-an-earlier-versions-epoch",
-        "disk.ownership:newest_epoch",
-        "names = [*list_names(storage, OLD_EPOCHS), *list_names(storage, EPOCHS)]",
-        "names = list_names(storage, EPOCHS)",
-        breaks="I9",
-        source="attack",
-        killers=(
-            "tests:test_ownership.py::test_I9_an_earlier_version_that_takes_over_fences_this_one",
-        ),
-        why="a job of an earlier version takes the root, and both go on",
-    ),
-    mutant(
         "an-opening-forgets-why-the-tracker-waits",
         "coordinator.plan_run:PlanRun._refuse_half_open",
         ") from self.engine.blocked.get(waiting.id)",

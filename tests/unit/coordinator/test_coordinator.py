@@ -730,7 +730,7 @@ def interrupted_prune(disk: SimDisk) -> None:
     assert "iter_0000001" in disk.snapshot()
 
 
-@pytest.mark.parametrize("guard", ["pin", "lease", "earlier lease", "policy", "none"])
+@pytest.mark.parametrize("guard", ["pin", "lease", "policy", "none"])
 def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
     """I7. Catches: a deletion that is completed although it was forbidden meanwhile."""
     disk = SimDisk()
@@ -739,9 +739,6 @@ def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
         disk.plant_file(".ckptfsm/pins/1.json", b"{}")
     elif guard == "lease":
         disk.plant_file(".ckptfsm/readers/1.reader.json", b"{}")
-    elif guard == "earlier lease":
-        SimStorage(disk, "earlier").mkdir(".ckptfsm/leases")
-        disk.plant_file(".ckptfsm/leases/1.reader.json", b"{}")
     job = start(disk, "second", retention=KeepAll() if guard == "policy" else LatestN(1))
     assert tracked(job) == [1, 2], "nobody has read step 2 yet: nothing is given up for it"
     job.save(3)
@@ -749,17 +746,6 @@ def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
     assert tracked(job) == kept
     assert ("iter_0000001" in disk.snapshot()) == (guard != "none")
     check_root(job.storage, 3)
-
-
-def test_I7_a_reader_beside_an_earlier_version_leaves_its_lease_where_that_one_looks():
-    """Catches: a lease that a job of an earlier version, which still runs, does not know of."""
-    disk = SimDisk()
-    saved(disk, 1)
-    storage = SimStorage(disk, "earlier")
-    storage.rename(".ckptfsm/readers", ".ckptfsm/leases")
-    with ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"), nonce="r"):
-        assert storage.listdir(".ckptfsm/leases") == ["1.r.json"]
-    assert storage.listdir(".ckptfsm/leases") == []
 
 
 def test_F17_a_tracker_edited_by_hand_stops_a_deletion():

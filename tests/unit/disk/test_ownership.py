@@ -19,7 +19,6 @@ from ckptfsm.core.layout import (
     EPOCHS,
     JOURNAL,
     LOCK,
-    OLD_EPOCHS,
     PINS,
     epoch_name,
     segment_name,
@@ -72,34 +71,6 @@ def test_I9_epochs_only_grow(tmp_path: Path):
 def test_I9_an_epoch_is_above_every_journal_segment():
     """Catches: a segment of an older run overwritten because the lease directory was lost."""
     assert take(SimDisk(), "first", above=41).epoch == 42
-
-
-def test_I9_an_epoch_under_its_earlier_name_counts():
-    """Catches: an epoch of an earlier version given again, or its owner going on beside the next."""
-    disk = SimDisk()
-    earlier = take(disk, "earlier")
-    name = epoch_name(earlier.epoch)
-    storage = SimStorage(disk, "look")
-    storage.mkdir(OLD_EPOCHS)
-    storage.rename(f"{EPOCHS}/{name}", f"{OLD_EPOCHS}/{name}")
-    with pytest.raises(RootBusy) as refused:
-        take(disk, "rival")
-    assert refused.value.pid == who("earlier").pid
-    assert take(disk, "next", takeover=True).epoch == 2
-    assert (storage.listdir(OLD_EPOCHS), storage.listdir(EPOCHS)) == ([], [epoch_name(2)])
-
-
-def test_I9_an_earlier_version_that_takes_over_fences_this_one():
-    """Catches: two owners at once, where a job goes back to an earlier version and takes the root."""
-    disk = SimDisk()
-    ours = take(disk, "this version")
-    storage = SimStorage(disk, "earlier version")
-    storage.mkdir(OLD_EPOCHS)
-    ours.check()
-    disk.plant_file(f"{OLD_EPOCHS}/{epoch_name(2)}", b"{}")
-    with pytest.raises(Fenced) as fenced:
-        ours.check()
-    assert fenced.value.facts["newer_epoch"] == 2
 
 
 def test_F5_a_file_of_an_earlier_try_of_this_process_is_in_no_way():
