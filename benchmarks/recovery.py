@@ -34,7 +34,7 @@ from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.events import ShardReported, WriterForked
 from ckptfsm.core.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import RankJob, Storage, Written
+from ckptfsm.core.ports import PartJob, RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.journal import read_history, read_segment
@@ -59,7 +59,7 @@ class UnsyncedStorage(PosixStorage):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayedPart:
+class ReplayedPart(PartJob):
     """A part that writes the files of an earlier save again."""
 
     name: str

@@ -14,10 +14,11 @@ from pathlib import Path
 from ckptfsm.adapters.host import processors
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.events import Event, Failed, ShardReported
+from ckptfsm.core.images import Memory, image_of
 from ckptfsm.core.layout import staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import RankJob
-from ckptfsm.writers.image import ImagePart, Memory, image_of
+from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import RankWriter
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 

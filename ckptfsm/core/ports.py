@@ -1,8 +1,9 @@
 """The ports: protocols for the disk, the clock, other ranks and the format of a part.
 
-Rules: protocols only, no behaviour. Every port has at least two implementations (the real one and
-one in ``ckptfsm.testing``), and the same production code runs on both. Storage is at the
-granularity of system calls, so that a simulation can crash between any two of them.
+Beside them stand the values that cross a port: a rank's job, and what its writer answers. Every port
+has at least two implementations (the real one and one in ``ckptfsm.testing``), and the same
+production code runs on both. Storage is at the granularity of system calls, so that a simulation can
+crash between any two of them.
 
 Paths are relative to the store's root, with ``/`` between components; a component is never empty,
 ``.`` or ``..``. The empty string is the root itself.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.events import Event
+from ckptfsm.core.images import ChunkSource, Copying, Image, Memory
 from ckptfsm.core.parts import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
@@ -305,18 +307,48 @@ class Written(NamedTuple):
     dropped: str = ""
 
 
-class PartJob(Protocol):
-    """The share of a rank in a part, ready to be written by a child that holds a copy of the data."""
+class PartJob:
+    """The share of a rank in a part, ready to be written. Subclass it, and write a file at least.
 
-    @property
-    def name(self) -> str: ...
+    The properties are those of a share that only a fork of the trainer can write. A ``portable`` one
+    can be written by any process, which is given the ``bound`` share.
+    """
 
-    @property
-    def directory(self) -> str: ...
+    __slots__ = ()
+    name: str
+    directory: str
 
     def write(self, storage: Storage, location: str) -> Written:
         """Write the part below ``location``, the step's directory; every file fsynced."""
-        ...
+        raise NotImplementedError
+
+    @property
+    def portable(self) -> bool:
+        """True if a process without torch and without the trainer's memory can write the share."""
+        return False
+
+    @property
+    def files(self) -> tuple[str, ...] | None:
+        """The files that ``write`` makes, relative to the step's directory; None if they are not
+        known before."""
+        return None
+
+    @property
+    def turns(self) -> tuple[tuple[Image, ...], ...]:
+        """The images in writing order. Those of a turn are written side by side."""
+        return ()
+
+    @property
+    def copying(self) -> Copying | None:
+        """The copies that fill memory of the images; None if it has the state already."""
+        return None
+
+    def bound(self, source: ChunkSource | None) -> PartJob:
+        """The same share, with the source of its chunks, and without the trainer's objects."""
+        return self
+
+    def give_up(self, error: BaseException) -> None:
+        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +366,45 @@ class RankJob:
     parts: tuple[PartJob, ...]
     optional: frozenset[str] = frozenset()
     visibility_timeout_s: float = 0.0
+
+    @property
+    def portable(self) -> bool:
+        """True if a process without torch can write all of it."""
+        return all(part.portable for part in self.parts)
+
+    @property
+    def restartable(self) -> bool:
+        """True if another process can begin it anew: all files that it makes are known."""
+        return all(part.files is not None for part in self.parts)
+
+    @property
+    def turns(self) -> tuple[tuple[Image, ...], ...]:
+        """The images of all parts in writing order."""
+        return tuple(turn for part in self.parts for turn in part.turns)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(image for turn in self.turns for image in turn)
+
+    @property
+    def memory(self) -> Iterator[Memory]:
+        """The memory of the trainer that the images name."""
+        for image in self.images:
+            yield from (piece for piece in image.pieces if isinstance(piece, Memory))
+
+    @property
+    def lent(self) -> bool:
+        """True if the trainer can change memory that the images name."""
+        return any(memory.lent for memory in self.memory)
+
+    @property
+    def copying(self) -> Copying | None:
+        """The copies that the writer waits for: one object for all parts of a save."""
+        return next((p.copying for p in self.parts if p.copying is not None), None)
+
+    def bound(self, source: ChunkSource | None) -> RankJob:
+        """The same job, with the source of its chunks, and without the trainer's objects."""
+        return replace(self, parts=tuple(part.bound(source) for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)

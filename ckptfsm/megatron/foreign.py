@@ -47,7 +47,7 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe, one_line
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import Storage, Written
+from ckptfsm.core.ports import PartJob, Storage, Written
 from ckptfsm.disk.durable import fsync_existing, list_names
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.compat import cpu_devices
@@ -221,8 +221,8 @@ class StagedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignPart:
-    """The share of a rank in a part that is a foreign request. See ``ports.PartJob``.
+class ForeignPart(PartJob):
+    """The share of a rank in a part that is a foreign request.
 
     ``made`` is the digest of the ``common.pt`` that the maker of a ready request wrote, "" if there
     is none.

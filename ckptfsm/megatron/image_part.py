@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.notices import no_warning_is_an_error
+from ckptfsm.core.images import Copied, Image, Literal, Memory, Piece, Tail, image_of
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.device_copies import StateCopy, version_of
 from ckptfsm.megatron.torch_dist import Row, Share, exact, to_host
-from ckptfsm.writers.image import Copied, Image, ImagePart, Literal, Memory, Piece, Tail, image_of
+from ckptfsm.writers.image import ImagePart
 
 SMALL_BYTES = 64 << 10
 

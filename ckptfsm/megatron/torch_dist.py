@@ -47,7 +47,7 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, SaveFailed, WriterDied
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import Storage, Written
+from ckptfsm.core.ports import PartJob, Storage, Written
 from ckptfsm.disk.durable import make_dirs, storage_error
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.planning import Bucket, PartDraft
@@ -118,7 +118,7 @@ def to_host(value: Any, *, forked: bool = True) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchDistPart:
+class TorchDistPart(PartJob):
     """The shard of a rank of a part, ready to be written by a child."""
 
     name: str

@@ -26,6 +26,7 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, Failed, WriterGone
+from ckptfsm.core.images import ChunkSource, Copying, Image
 from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartKind, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
@@ -43,9 +44,7 @@ from ckptfsm.ranks.proposal import Proposal, agree, is_about_a_value, words_of
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.image import ChunkSource, Copying, FromImages, Image, copying_of
 from ckptfsm.writers.plain_files import (
-    PLAIN_PARTS,
     FileTree,
     TreePart,
     UnmadePart,
@@ -231,7 +230,10 @@ class BaseGroupWorker:
         if not ticket.alone and any(isinstance(j, TreePart) and not j.directory for j in jobs):
             raise ConfigError("a FileTree needs a directory of its own", part=ticket.part.name)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
-        share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
+        name, directory = ticket.part.name, ticket.part.directory
+        share = GroupShare(
+            name, directory, ticket, self._number, jobs, unfinished, self._ports.clock
+        )
         self._launch(ticket, share, draft)
         writer = self._writer
         assert writer is not None
@@ -459,9 +461,11 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShare:
-    """The share of one rank in the group's part. See ``ports.PartJob``."""
+class GroupShare(PartJob):
+    """The share of one rank in the group's part, of several jobs that are written in turn."""
 
+    name: str
+    directory: str
     ticket: Ticket
     rank: int
     jobs: tuple[PartJob, ...]
@@ -469,40 +473,23 @@ class GroupShare:
     clock: Clock
 
     @property
-    def name(self) -> str:
-        return self.ticket.part.name
-
-    @property
-    def directory(self) -> str:
-        return self.ticket.part.directory
-
-    @property
     def turns(self) -> tuple[tuple[Image, ...], ...]:
-        """The images in writing order: the jobs are written one after the other."""
-        return tuple(t for job in self.jobs if isinstance(job, FromImages) for t in job.turns)
-
-    @property
-    def lent(self) -> bool:
-        return any(isinstance(job, FromImages) and job.lent for job in self.jobs)
+        return tuple(turn for job in self.jobs for turn in job.turns)
 
     @property
     def copying(self) -> Copying | None:
-        return copying_of(self.jobs)
+        return next((job.copying for job in self.jobs if job.copying is not None), None)
 
     @property
     def portable(self) -> bool:
-        return all(isinstance(job, (FromImages, *PLAIN_PARTS)) for job in self.jobs)
+        return all(job.portable for job in self.jobs)
 
     def bound(self, source: ChunkSource | None) -> GroupShare:
-        """The same share, with the source of its chunks, and without the worker's objects."""
-        jobs = (job.bound(source) if isinstance(job, FromImages) else job for job in self.jobs)
-        return replace(self, jobs=tuple(jobs))
+        return replace(self, jobs=tuple(job.bound(source) for job in self.jobs))
 
     def give_up(self, error: BaseException) -> None:
-        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
         for job in self.jobs:
-            if isinstance(job, FromImages):
-                job.give_up(error)
+            job.give_up(error)
 
     def write(self, storage: Storage, location: str) -> Written:
         files: list[FileEntry] = []

@@ -86,7 +86,7 @@ class FakeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class FakeShard:
+class FakeShard(PartJob):
     """The live state of one rank, encoded by the child that writes it, so only a fork freezes it."""
 
     name: str
@@ -105,7 +105,7 @@ class FakeShard:
 
 
 @dataclass(frozen=True, slots=True)
-class FakeForeignPart:
+class FakeForeignPart(PartJob):
     """A rank's share of a foreign request; its payload returns to the rank that forked."""
 
     name: str

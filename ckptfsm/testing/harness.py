@@ -21,15 +21,16 @@ from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.images import Copied, Literal, Piece, image_of
 from ckptfsm.core.layout import MEGATRON, PLANNED, Layout, join, planned_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import Identity, PartFinisher, RankJob, Storage, Written
+from ckptfsm.core.ports import Identity, PartFinisher, PartJob, RankJob, Storage, Written
 from ckptfsm.core.requests import News, RecoveryReport, SaveRequest
 from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.invariants import RootBroken, check_root
-from ckptfsm.writers.image import Copied, InlineChunks, Literal, Piece, image_of, write_image
+from ckptfsm.writers.image import InlineChunks, write_image
 from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -67,7 +68,7 @@ class SimClock:
 
 
 @dataclass(frozen=True, slots=True)
-class FakePart:
+class FakePart(PartJob):
     """A rank's shard of made-up content, with the files and receipt of a real part.
 
     Every other rank writes as the write engine does: preallocated, past the page cache.

@@ -1,12 +1,9 @@
-"""Images: files of a checkpoint as lists of pieces, and the pass that writes one.
+"""The pass that writes an image (``core/images.py``).
 
-A piece is a literal, or data of a tensor, or the tail of a ``torch.save`` blob: its checksums depend
-on the data before it. The data is memory of the trainer that a ``MemoryReader`` reads, or a copy. An
-image holds no tensor and no torch object, so a process without torch can write it.
-
-The pass reads an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, it fills a buffer,
-sums it (CRC-32 of each blob, digest of the file), and writes it past the page cache. A
-``ChunkSource`` fills the buffers: when it is asked to, or by threads that run ahead.
+The data of tensors is memory of the trainer that a ``MemoryReader`` reads, or a copy. The pass reads
+an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, it fills a buffer, sums it (CRC-32
+of each blob, digest of the file), and writes it past the page cache. A ``ChunkSource`` fills the
+buffers: when it is asked to, or by threads that run ahead.
 
 Rules: a file has its full size from the first moment, so its size proves nothing. The digest in the
 receipt is that of the bytes which were given to the disk. A file is durable when ``write`` returns.
@@ -18,156 +15,47 @@ import errno
 import mmap
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Protocol
 
 import xxhash
 
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.images import (
+    CHUNK_BYTES,
+    Chunk,
+    ChunkSource,
+    Copied,
+    Copying,
+    Image,
+    Memory,
+    Slice,
+    Tail,
+)
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import Sent
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, PartJob, Storage, Written
 from ckptfsm.disk.durable import make_dirs
-from ckptfsm.writers.blob import Patch
 
 try:
     from isal.isal_zlib import crc32
 except ImportError:  # wheels exist for x86_64 and aarch64; zlib is slower, and right
     from zlib import crc32
 
-CHUNK_BYTES = 4 << 20
 _HOT_BYTES = 1 << 20  # summed twice (CRC and digest) while the piece is in the processor's cache
 _STREAMS = 2  # writes of one file in flight
-
-
-@dataclass(frozen=True, slots=True)
-class Literal(Sent):
-    """Bytes that are known when the save is planned."""
-
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory(Sent):
-    """``size`` bytes of the trainer at ``address``: the data of one tensor.
-
-    ``lent``: the trainer can change them; it cannot if they are a copy that was made for the save.
-    ``early``: it may do so as soon as ``save`` has returned, without a gate.
-    """
-
-    address: int
-    size: int
-    lent: bool = True
-    early: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Copied(Sent):
-    """The data of one tensor, as it was when the save was staged."""
-
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-
-@dataclass(frozen=True, slots=True)
-class Tail(Sent):
-    """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
-
-    data: bytes
-    patch: Patch
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-
-Piece = Literal | Memory | Copied | Tail
-
-
-class Slice(NamedTuple):
-    """A part of a piece inside a chunk: ``at`` counts from the chunk's start, ``start`` from the
-    piece's.
-    """
-
-    piece: Piece
-    at: int
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Image(Sent):
-    """A file as it will be. ``name`` is relative to the step's directory, ``size`` in bytes."""
-
-    name: str
-    size: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def chunk_count(self) -> int:
-        return max(1, -(-self.size // CHUNK_BYTES))
-
-    def chunks(self) -> Iterator[tuple[int, int, list[Slice]]]:
-        """Each chunk in file order: its offset, its length, and its slices."""
-        slices: list[Slice] = []
-        filled = offset = 0
-        for piece in self.pieces:
-            start = 0
-            while start < piece.size:
-                length = min(piece.size - start, CHUNK_BYTES - filled)
-                slices.append(Slice(piece, filled, start, length))
-                start, filled = start + length, filled + length
-                if filled == CHUNK_BYTES:
-                    yield offset, filled, slices
-                    offset, filled, slices = offset + filled, 0, []
-        if slices or not offset:
-            yield offset, filled, slices
-
-
-def image_of(name: str, pieces: Sequence[Piece]) -> Image:
-    """The image of these pieces; its size is the sum of theirs."""
-    return Image(name, sum(piece.size for piece in pieces), tuple(pieces))
 
 
 class MemoryReader(Protocol):
     """Reads the trainer's memory. Raises ``OSError`` if an address is not readable."""
 
     def read(self, address: int, into: memoryview) -> None: ...
-
-
-class Chunk(NamedTuple):
-    """A filled buffer: ``view`` has the chunk's bytes and room for the alignment behind them."""
-
-    view: memoryview
-    give_back: Callable[[], None]
-
-
-class ChunkSource(Protocol):
-    """Fills the chunks of images, each image's in file order."""
-
-    concurrent: bool
-    """True if several threads may take chunks, and should, so that the disk is kept busy."""
-
-    def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
-        """The next chunk of ``image``; waits for it. Raises the error of the read."""
-        ...
-
-    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
-        """Keep no more chunks of these images, and raise ``error`` where one is awaited."""
-        ...
 
 
 def fill(view: memoryview, slices: Sequence[Slice], memory: MemoryReader) -> None:
@@ -353,74 +241,9 @@ def write_image(storage: Storage, location: str, image: Image, source: ChunkSour
     return FileEntry(name=image.name, bytes=image.size, digest=sums.digest())
 
 
-class Copying(Protocol):
-    """Copies of an accelerator's state into memory of the images, which may be on their way."""
-
-    host_copied: bool
-    """True once the host's state is copied, too: the trainer may change it."""
-
-    def done(self) -> bool:
-        """True once the memory has the state. Raises the error of the copies; never waits."""
-        ...
-
-    def order_updates(self) -> None:
-        """Let the accelerator run all later work of the trainer behind the copies; never waits."""
-        ...
-
-    def give_to_child(self) -> None:
-        """Wait for the copies, and let a child that is forked next have their memory."""
-        ...
-
-
-@runtime_checkable
-class FromImages(PartJob, Protocol):
-    """A share of a part that a process without the trainer's memory can write."""
-
-    @property
-    def turns(self) -> tuple[tuple[Image, ...], ...]:
-        """The images in writing order. Those of a turn are written side by side."""
-        ...
-
-    @property
-    def lent(self) -> bool:
-        """True if the trainer can change memory that the images name."""
-        ...
-
-    @property
-    def copying(self) -> Copying | None:
-        """The copies that fill memory of the images; None if it has the state already."""
-        ...
-
-    @property
-    def portable(self) -> bool:
-        """True if the share is images and files only."""
-        ...
-
-    def bound(self, source: ChunkSource | None) -> FromImages:
-        """The same share, with the source of its chunks, and without the trainer's objects."""
-        ...
-
-    def give_up(self, error: BaseException) -> None:
-        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
-        ...
-
-
-def memory_of(part: FromImages) -> Iterator[Memory]:
-    """The memory of the trainer that the images of a part name."""
-    for images in part.turns:
-        for image in images:
-            yield from (piece for piece in image.pieces if isinstance(piece, Memory))
-
-
-def copying_of(parts: Sequence[PartJob]) -> Copying | None:
-    """The copies that the writer of these parts waits for: one object for all parts of a save."""
-    found = (part.copying for part in parts if isinstance(part, FromImages))
-    return next((each for each in found if each is not None), None)
-
-
 @dataclass(frozen=True, slots=True)
-class ImagePart(Sent):
-    """The share of a rank in a part, as images. See ``ports.PartJob``.
+class ImagePart(Sent, PartJob):
+    """The share of a rank in a part, as images.
 
     ``made`` are directories below the step's that the images need besides the part's. ``source`` is
     set by the process that writes: the trainer's addresses mean nothing elsewhere. ``owner`` keeps the
@@ -436,24 +259,23 @@ class ImagePart(Sent):
     source: ChunkSource | None = None
     owner: object = None
     copying: Copying | None = None
-    portable: ClassVar[bool] = True
+
+    @property
+    def portable(self) -> bool:
+        return True
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(image.name for image in self.images)
 
     @property
     def turns(self) -> tuple[tuple[Image, ...], ...]:
-        """The images in writing order. Those of a turn are written side by side."""
         return (self.images,)
 
-    @property
-    def lent(self) -> bool:
-        """True if the trainer can change memory that the images name."""
-        return any(memory.lent for memory in memory_of(self))
-
     def bound(self, source: ChunkSource | None) -> ImagePart:
-        """The same share, with the source of its chunks, and without the trainer's objects."""
         return replace(self, source=source, owner=None, copying=None)
 
     def give_up(self, error: BaseException) -> None:
-        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
         if self.source is not None:
             self.source.give_up(self.images, error)
 

@@ -21,7 +21,6 @@ from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Stora
 from ckptfsm.disk.durable import fsync_existing, make_dir, walk_files
 from ckptfsm.disk.trash import remove_empty
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.writers.image import FromImages
 from ckptfsm.writers.rank_writer import FilePart
 
 
@@ -48,7 +47,7 @@ class FileTree:
 
 
 @dataclass(frozen=True, slots=True)
-class TreePart:
+class TreePart(PartJob):
     """Files that exist already: the writer fsyncs and digests them.
 
     ``skip`` are inner directories that belong to other parts. Where each rank has files in the
@@ -75,6 +74,14 @@ class TreePart:
             remove_empty(storage, join(location, self.emptied))
         return Written(tuple(files))
 
+    @property
+    def portable(self) -> bool:
+        return True
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ()  # the trainer made them
+
     def _found(self, storage: Storage, location: str) -> Iterator[tuple[str, FileStat]]:
         directory = join(location, self.directory)
         if self.names is not None:
@@ -86,7 +93,7 @@ class TreePart:
 
 
 @dataclass(frozen=True, slots=True)
-class UnmadePart:
+class UnmadePart(PartJob):
     """An optional part whose ``make`` raised: only the receipt is written, with the reason."""
 
     name: str
@@ -96,9 +103,13 @@ class UnmadePart:
     def write(self, storage: Storage, location: str) -> Written:
         raise SaveFailed(self.why)
 
+    @property
+    def portable(self) -> bool:
+        return True
 
-PLAIN_PARTS = (FilePart, TreePart, UnmadePart)
-"""Kinds of shares that any process can write."""
+    @property
+    def files(self) -> tuple[str, ...]:
+        return ()
 
 
 def planned_bytes(parts: Iterable[PartJob]) -> int | None:
@@ -108,12 +119,11 @@ def planned_bytes(parts: Iterable[PartJob]) -> int | None:
     """
     total = 0
     for part in parts:
+        if not part.portable:
+            return None
         if isinstance(part, FilePart):
             total += len(part.data)
-        elif isinstance(part, FromImages) and part.portable:
-            total += sum(image.size for turn in part.turns for image in turn)
-        elif not isinstance(part, PLAIN_PARTS):
-            return None
+        total += sum(image.size for turn in part.turns for image in turn)
     return total
 
 

@@ -19,7 +19,8 @@ from functools import partial
 
 import xxhash
 
-from ckptfsm.writers.image import CHUNK_BYTES, Chunk, Image, Memory, MemoryReader, Slice, fill
+from ckptfsm.core.images import CHUNK_BYTES, Chunk, Image, Memory, Slice
+from ckptfsm.writers.image import MemoryReader, fill
 
 
 class Buffers:

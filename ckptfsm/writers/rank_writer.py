@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,14 +41,14 @@ from ckptfsm.core.ports import (
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.counted import Count, counted
-from ckptfsm.writers.image import FromImages, InlineChunks, MemoryReader, copying_of
+from ckptfsm.writers.image import InlineChunks, MemoryReader
 from ckptfsm.writers.shard_file import ShardFile
 
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
+class FilePart(PartJob):
     """A part that is one plain file, from bytes in memory."""
 
     name: str
@@ -61,6 +61,14 @@ class FilePart:
         shard = ShardFile(storage, join(location, relative))
         shard.write(self.data)
         return Written((shard.close_durably(relative),))
+
+    @property
+    def portable(self) -> bool:
+        return True
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (join(self.directory, self.file),)
 
 
 def write_rank(
@@ -104,8 +112,7 @@ def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
     try:
         return _write_part(storage, job, part)
     except BaseException as error:  # also torch's; nothing above catches in this child
-        if isinstance(part, FromImages):  # the next part needs the buffers
-            part.give_up(error)
+        part.give_up(error)  # the next part needs the buffers
         return Written((), dropped=describe(error) or type(error).__name__)
 
 
@@ -184,8 +191,8 @@ class RankWriter:
         self._deadline = deadline
         self._end: tuple[Event, ...] | None = None
         self._changed, self._let_go = changed, let_go
-        self._copying = copying_of(job.parts)
-        self._lent = any(part.lent for part in job.parts if isinstance(part, FromImages))
+        self._copying = job.copying
+        self._lent = job.lent
         self._lock = threading.RLock()  # an agent's thread looks too
         self.has_copy = False
         self._broken_off: BaseException | None = None
@@ -350,15 +357,11 @@ def launch_forked(storage: Storage, job: RankJob, memory: MemoryReader | None = 
     ``memory`` reads the data in the child; without it, the data lies where the images say.
     """
     memory = memory or OwnMemory()
-    copying = copying_of(job.parts)
+    copying = job.copying
     if copying is not None:
         copying.give_to_child()
-    parts = tuple(
-        part.bound(InlineChunks(memory)) if isinstance(part, FromImages) else part
-        for part in job.parts
-    )
     count = SharedCount.for_children()
-    bound = _BoundJob(storage, replace(job, parts=parts), count)
+    bound = _BoundJob(storage, job.bound(InlineChunks(memory)), count)
     return fork_child(bound, keep=storage.descriptors(), group=True, count=count)
 
 

@@ -12,7 +12,7 @@ from ckptfsm.adapters.host import processors, ranks_of_this_host
 from ckptfsm.adapters.memory import OwnMemory, take_now
 from ckptfsm.adapters.segments import Segment, Span, SpanReader
 from ckptfsm.adapters.shared_work import SharedWork
-from ckptfsm.writers.image import FromImages, memory_of
+from ckptfsm.core.images import Memory
 
 _PIECE_BYTES = 16 << 20  # of a copy by one of the threads
 _FEW_THREADS, _MANY_THREADS = 2, 8
@@ -26,16 +26,13 @@ class Range(NamedTuple):
     size: int
 
 
-def ranges_of(parts: Iterable[FromImages], *, lent_only: bool = False) -> list[Range]:
-    """The memory of all images, each byte once, in the order of addresses.
+def ranges_of(memory: Iterable[Memory], *, lent_only: bool = False) -> list[Range]:
+    """These pieces of memory, each byte once, in the order of addresses.
 
     ``lent_only``: without memory that the trainer cannot change.
     """
     pieces = sorted(
-        Range(piece.address, piece.size)
-        for part in parts
-        for piece in memory_of(part)
-        if piece.lent or not lent_only
+        Range(piece.address, piece.size) for piece in memory if piece.lent or not lent_only
     )
     found: list[Range] = []
     end = 0
@@ -50,10 +47,10 @@ def ranges_of(parts: Iterable[FromImages], *, lent_only: bool = False) -> list[R
     return found
 
 
-def early_of(parts: Iterable[FromImages], ranges: Sequence[Range]) -> list[Range]:
+def early_of(memory: Iterable[Memory], ranges: Sequence[Range]) -> list[Range]:
     """Those of the ``ranges``, sorted, with memory that may change before a gate."""
     starts = [each.address for each in ranges]
-    early = (piece for part in parts for piece in memory_of(part) if piece.early)
+    early = (piece for piece in memory if piece.early)
     return sorted({ranges[bisect_right(starts, piece.address) - 1] for piece in early})
 
 

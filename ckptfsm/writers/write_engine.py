@@ -59,11 +59,10 @@ from ckptfsm.adapters.segments import Segment, is_in_segment
 from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
+from ckptfsm.core.images import CHUNK_BYTES
 from ckptfsm.core.layout import STAGING, receipt_name
 from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
-from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
-from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, frozen, ranges_of
 from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, Reading, WriteJob
@@ -166,14 +165,13 @@ class WriteEngine:
 
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Copies the state first, if the trainer may change it from then on."""
-        parts = [part for part in job.parts if isinstance(part, FromImages)]
-        ranges = ranges_of(parts)
-        copying = copying_of(parts)
+        ranges = ranges_of(job.memory)
+        copying = job.copying
         deadline = time.monotonic() + SERVE_S
         if not _is_portable(storage, job) or not self._greet(deadline):
             return self._forked(storage, job, ranges)
         left = deadline - time.monotonic()  # a copy into the arena does not count
-        reading = self._reading(parts, ranges)
+        reading = self._reading(job, ranges)
         if reading is None:
             return self._forked(storage, job, ranges)
         reading = replace(reading, count=self._new_count())
@@ -196,7 +194,7 @@ class WriteEngine:
         running = WriteJob(
             self,
             process,
-            parts,
+            job,
             reading,
             later=give if copying is not None else None,
             again=again if _may_restart(job) else None,
@@ -226,18 +224,17 @@ class WriteEngine:
     def _is_lent(self, memory: Range) -> bool:
         return any(segment.holds(*memory) for segment in self._lent)
 
-    def _reading(self, parts: Sequence[FromImages], ranges: Sequence[Range]) -> Reading | None:
+    def _reading(self, job: RankJob, ranges: Sequence[Range]) -> Reading | None:
         """The way to the memory of a job; None if only a fork is left."""
-        lent = ranges_of(parts, lent_only=True)
+        lent = ranges_of(job.memory, lent_only=True)
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
         # check afterwards finds every change: many are not counted, or end before the first reading.
-        early = early_of(parts, lent) if self._gate else lent
-        images = [image for part in parts for turn in part.turns for image in turn]
-        needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
+        early = early_of(job.memory, lent) if self._gate else lent
+        needed = sum(image.chunk_count for image in job.images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
         copied = early if self._gate or self._settings.mode != "gated" else []
         if self._refused:
-            if copying_of(parts) is not None:  # a fork waits for an accelerator's copies
+            if job.copying is not None:  # a fork waits for an accelerator's copies
                 return None
             changing = set(early)
             copied = [each for each in ranges if each in changing or not self._is_lent(each)]
@@ -468,11 +465,10 @@ class WriteEngine:
         return "save waits until the writer has read the state"
 
     def _order(self, storage: Storage, job: RankJob, reading: Reading) -> Order:
-        parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
         settings = self._settings
         return Order(
             storage.root,
-            replace(job, parts=parts),
+            job.bound(None),
             reading.buffer_bytes,
             settings.threads,
             settings.nice,
@@ -542,9 +538,7 @@ def _descriptors(storage: Storage, reading: Reading) -> list[int]:
 
 def _may_restart(job: RankJob) -> bool:
     """True if all files that the job makes are known, and no other attempt can have them."""
-    return job.location.startswith(f"{STAGING}/") and all(
-        isinstance(part, (ImagePart, *PLAIN_PARTS)) for part in job.parts
-    )
+    return job.location.startswith(f"{STAGING}/") and job.restartable
 
 
 def _is_portable(storage: Storage, job: RankJob) -> bool:
@@ -552,7 +546,4 @@ def _is_portable(storage: Storage, job: RankJob) -> bool:
 
     A subclass of the adapter has calls that would not be made there.
     """
-    return type(storage) is PosixStorage and all(
-        part.portable if isinstance(part, FromImages) else isinstance(part, PLAIN_PARTS)
-        for part in job.parts
-    )
+    return type(storage) is PosixStorage and job.portable

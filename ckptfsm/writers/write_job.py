@@ -14,8 +14,7 @@ from ckptfsm.adapters.segments import Segment, Span
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import WriterDied, describe
-from ckptfsm.core.ports import ChildError, Outcome
-from ckptfsm.writers.image import FromImages, copying_of
+from ckptfsm.core.ports import ChildError, Outcome, RankJob
 from ckptfsm.writers.trainers_memory import Arena
 from ckptfsm.writers.write_process import Accepted, Confirm, Done, Ended, Taken
 
@@ -92,7 +91,7 @@ class WriteJob:
         self,
         engine: Engine,
         process: Spawned,
-        parts: Sequence[FromImages],
+        job: RankJob,
         reading: Reading,
         *,
         later: Callable[[], object] | None = None,
@@ -100,7 +99,7 @@ class WriteJob:
     ) -> None:
         self._engine = engine
         self._process = process
-        self._kept = tuple(parts)  # with their memory, until it was read
+        self._kept: RankJob | None = job  # with its memory, until it was read
         self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
         self._counting = reading.count  # open as long as another process may need it
         self._count = None if reading.count is None else SharedCount.of_segment(reading.count)
@@ -177,7 +176,7 @@ class WriteJob:
         """Give the process its order if the copies are made. An error of them ends the job."""
         if self._later is None:
             return
-        copying = copying_of(self._kept)
+        copying = None if self._kept is None else self._kept.copying
         try:
             if copying is not None and not copying.done():
                 return
@@ -218,7 +217,7 @@ class WriteJob:
             return
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
             if isinstance(message, Taken):
-                self._taken, self._kept = True, ()
+                self._taken, self._kept = True, None
             elif isinstance(message, Done):
                 self._end(Outcome(0, message.payload, complete=True))
                 self._engine.take_back(self._process, message.inconsiderate)
@@ -263,7 +262,7 @@ class WriteJob:
         return True
 
     def _end(self, outcome: Outcome) -> None:
-        self._outcome, self._kept = outcome, ()
+        self._outcome, self._kept = outcome, None
         arena, self._arena = self._arena, None
         if arena is not None:
             self._engine.take_back_arena(arena)

@@ -16,7 +16,7 @@ import mmap
 import os
 import pickle
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
@@ -26,12 +26,12 @@ from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe, first_os_error
+from ckptfsm.core.images import CHUNK_BYTES
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import ChildError, RankJob, Storage
 from ckptfsm.disk.trash import remove_staged
-from ckptfsm.writers.image import CHUNK_BYTES, FromImages
 from ckptfsm.writers.prefetch import Buffers, Prefetch
-from ckptfsm.writers.rank_writer import FilePart, write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,15 +207,12 @@ class Server:
         count: SharedCount | None,
     ) -> list[tuple[str, int, object]]:
         source = Prefetch(
-            [t for part in order.job.parts if isinstance(part, FromImages) for t in part.turns],
+            order.job.turns,
             SpanReader(order.spans, segments.take, MemoryOf(self._trainer.pid)),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
             threads=order.threads,
             twice=order.twice,
-        )
-        bound = tuple(
-            part.bound(source) if isinstance(part, FromImages) else part for part in order.job.parts
         )
         self._inconsiderate = be_considerate(order.nice)
         source.start()
@@ -225,7 +222,7 @@ class Server:
             remove_files(storage, order.job)
             if count is not None:
                 count.reset()
-        return write_rank(storage, replace(order.job, parts=bound), await_word, count)
+        return write_rank(storage, order.job.bound(source), await_word, count)
 
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""
@@ -246,12 +243,7 @@ def _import_all(modules: tuple[str, ...]) -> None:
 def remove_files(storage: Storage, job: RankJob) -> None:
     """Remove the files of a dead writer of this job: each file is created exclusively."""
     for part in job.parts:
-        names: list[str] = []
-        if isinstance(part, FromImages):
-            names = [image.name for turn in part.turns for image in turn]
-        elif isinstance(part, FilePart):
-            names = [join(part.directory, part.file)]
-        for name in names:
+        for name in part.files or ():
             remove_staged(storage, join(job.location, name))
 
 

@@ -349,7 +349,7 @@ class LiveStep:
         return self.value
 
 
-class HeldPart:
+class HeldPart(PartJob):
     """A part whose writer waits at a gate before its first byte."""
 
     def __init__(self, part: PartJob, gate: Gate) -> None:

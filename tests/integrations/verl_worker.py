@@ -39,6 +39,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl_servers import serve_for_ever
 
 import ckptfsm.integrations.verl.rank_manager as ours
+from ckptfsm.core.ports import PartJob
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import MegatronDraft
@@ -334,7 +335,7 @@ class _Held:
         )
 
 
-class _HeldJob:
+class _HeldJob(PartJob):
     def __init__(self, job: Any, hold: Any) -> None:
         self.job, self.hold = job, hold
         self.name, self.directory = job.name, job.directory

@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     mutant(
         "the-id-is-not-patched",
-        "writers.blob:Patch.applied",
+        "core.blob:Patch.applied",
         "for position in self.id_crcs:",
         "for position in ():",
         breaks="F21",
@@ -286,8 +286,8 @@ MUTANTS = (
     mutant(
         "copies-are-freed-while-they-are-read",
         "writers.write_job:WriteJob.__init__",
-        "self._kept = tuple(parts)",
-        "self._kept = ()",
+        "self._kept: RankJob | None = job",
+        "self._kept: RankJob | None = None",
         breaks="I5",
         source="order",
         killers=(
@@ -487,7 +487,7 @@ MUTANTS = (
     mutant(
         "an-average-that-nobody-promised",
         "writers.write_engine:WriteEngine._reading",
-        "early_of(parts, lent) if self._gate else lent",
+        "early_of(job.memory, lent) if self._gate else lent",
         "[] if self._gate else lent",
         breaks="I5",
         source="order",

@@ -233,8 +233,8 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True)
-class UploadJob:
-    """Waits for the receipts of all others, and uploads the listed files. See ``ports.PartJob``."""
+class UploadJob(PartJob):
+    """Waits for the receipts of all others, and uploads the listed files."""
 
     name: str
     directory: str

@@ -399,7 +399,7 @@ def _attempt_of(job: RankJob) -> Attempt:
     return (job.of.step, job.of.epoch, job.of.attempt)
 
 
-class StruckPart:
+class StruckPart(PartJob):
     """A part of several that is ``late``, ``fails`` or is ``missing``. Counted once it is."""
 
     def __init__(self, site: Site, job: RankJob, part: PartJob, how: str) -> None:
@@ -430,7 +430,7 @@ class StruckPart:
 
 
 @dataclass(frozen=True, slots=True)
-class WorldShard:
+class WorldShard(PartJob):
     """The live state of one rank; only the copy taken at the launch freezes it."""
 
     name: str
@@ -453,7 +453,7 @@ class WorldRequest(FakeRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class WorldForeignShard:
+class WorldForeignShard(PartJob):
     """The share of one rank of a foreign request."""
 
     name: str

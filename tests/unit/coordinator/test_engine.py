@@ -34,7 +34,7 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.lifecycle import absent, apply
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import Identity, RankJob, Written
+from ckptfsm.core.ports import Identity, PartJob, RankJob, Written
 from ckptfsm.core.requests import NothingInFlight, SaveRequest
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.testing.faults import FaultStorage
@@ -107,7 +107,7 @@ def test_I4_a_listed_file_is_never_swept():
     assert "iter_0000001/bpe.tmp-final.json" in disk.snapshot()
 
 
-class Vocabulary:
+class Vocabulary(PartJob):
     name, directory = "vocab", ""
 
     def write(self, storage: Any, location: str) -> Written:

@@ -429,7 +429,7 @@ def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
     job.save(10).handle.wait()
     ticket = job.begin(20).tickets["actor"]
     storage = PosixStorage(str(tmp_path), create=False)
-    share = GroupShare(ticket, 1, (), (), SystemClock())
+    share = GroupShare("actor", "actor", ticket, 1, (), (), SystemClock())
     published = "iter_0000010"
     with pytest.raises(DamagedRoot, match="the receipt is of"):
         share._of_others(storage, published)
@@ -443,9 +443,9 @@ def test_a_groups_share_waits_for_the_copies_of_its_jobs(tmp_path):
     ticket = job.begin(10).tickets["actor"]
     plain, copies = ImagePart("a", "", ()), Copies()
     copied = replace(plain, name="b", copying=copies)
-    share = GroupShare(ticket, 1, (plain, copied), (), SystemClock())
+    share = GroupShare("actor", "actor", ticket, 1, (plain, copied), (), SystemClock())
     assert share.copying is copies
-    assert GroupShare(ticket, 1, (plain,), (), SystemClock()).copying is None
+    assert GroupShare("actor", "actor", ticket, 1, (plain,), (), SystemClock()).copying is None
     assert share.bound(None).copying is None, "the writer process gets none"
     job.controller.abandon()
 

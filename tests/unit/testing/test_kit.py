@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.ports import Written
+from ckptfsm.core.ports import PartJob, Written
 from ckptfsm.core.retention import AnyOf, BestN, EveryNSteps, LatestN, Policy
 from ckptfsm.testing import checks
 from ckptfsm.testing.checks import Unsound, assert_policy_sound, assert_writer_sound
@@ -76,7 +76,7 @@ def test_the_librarys_writers_are_sound():
     assert assert_writer_sound(FakePart("state", "", 0, b"x" * 2000)) > 10
 
 
-class Careless:
+class Careless(PartJob):
     """A part that writes one file, wrongly in one of several ways."""
 
     name = "extra"
@@ -130,7 +130,7 @@ def test_a_careless_writer_is_caught(how, said):
         assert_writer_sound(Careless(how))
 
 
-class Named:
+class Named(PartJob):
     """A part of one file with this name; with ``results`` it stands for a torch_dist part."""
 
     name = "extra"

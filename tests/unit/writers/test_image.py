@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 
 from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.blob import Patch
+from ckptfsm.core.images import Chunk, Copied, Image, Literal, Memory, Piece, Slice, Tail, image_of
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, RankJob
@@ -27,21 +29,7 @@ from ckptfsm.disk.durable import lookup, make_dirs
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers import image as images
-from ckptfsm.writers.blob import Patch
-from ckptfsm.writers.image import (
-    Chunk,
-    Copied,
-    Image,
-    ImagePart,
-    InlineChunks,
-    Literal,
-    Memory,
-    Piece,
-    Slice,
-    Tail,
-    image_of,
-    write_image,
-)
+from ckptfsm.writers.image import ImagePart, InlineChunks, write_image
 from ckptfsm.writers.prefetch import Buffers, Prefetch
 from ckptfsm.writers.rank_writer import write_rank
 

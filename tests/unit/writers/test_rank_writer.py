@@ -21,7 +21,7 @@ from ckptfsm.core.errors import StorageError
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import RECEIPTS, STAGING, receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import FileStat, RankJob, Written
+from ckptfsm.core.ports import FileStat, PartJob, RankJob, Written
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.testing.fakes import FakeShard, Gate
@@ -302,7 +302,7 @@ def test_payloads_come_back(root: Path):
     """Catches: a foreign finalizer without the results of its writer."""
 
     @dataclass
-    class Foreign:
+    class Foreign(PartJob):
         name: str = "state"
         directory: str = ""
 

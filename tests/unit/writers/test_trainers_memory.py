@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
+from ckptfsm.core.images import Memory
 from ckptfsm.writers.trainers_memory import (
     Arena,
     Range,
@@ -16,14 +16,10 @@ from ckptfsm.writers.trainers_memory import (
 )
 
 
-def part(*ranges: tuple[int, int]) -> ImagePart:
-    pieces = [Literal(b"head"), *(Memory(*each) for each in ranges)]
-    return ImagePart("state", "", (image_of("__0_0.distcp", pieces),))
-
-
 def test_memory_that_several_tensors_share_counts_once():
     """Catches: tied weights that are copied twice; a tensor that lies in no range as a whole."""
-    found = ranges_of([part((5000, 100), (1000, 50)), part((1000, 80), (1040, 70), (1110, 10))])
+    ranges = ((5000, 100), (1000, 50), (1000, 80), (1040, 70), (1110, 10))
+    found = ranges_of(Memory(*each) for each in ranges)
     assert found == [Range(1000, 110), Range(1110, 10), Range(5000, 100)]
     assert ranges_of([]) == []
 

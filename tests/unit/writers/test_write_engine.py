@@ -31,13 +31,14 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Segment, Span
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
+from ckptfsm.core.images import Literal, Memory, image_of
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import NotGone, Outcome, RankJob
+from ckptfsm.core.ports import NotGone, Outcome, PartJob, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers import write_engine, write_job
-from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
+from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
@@ -1080,7 +1081,7 @@ def test_the_jobs_of_a_group_that_do_not_fit_into_the_buffers_are_written(engine
     jobs = tuple(state.part(name, f"__{name}") for state, name in zip(states, "ab", strict=True))
     part = PartSpec("actor", "report")
     ticket = Ticket(OF, str(root), LOCATION, "", part, 0, 1, 1, WAIT_S)
-    share = GroupShare(ticket, 0, jobs, (), SystemClock())
+    share = GroupShare("actor", "", ticket, 0, jobs, (), SystemClock())
     run = writer(engine(mode="gated", buffer_bytes=8 * MIB), storage, share)
     assert isinstance(ends(run)[-1], ShardReported)
     for state, name in zip(states, "ab", strict=True):
@@ -1123,7 +1124,13 @@ def test_a_part_that_fails_before_its_files_does_not_starve_the_next(
         part = PartSpec("a", "report")
         ticket = Ticket(OF, str(root), LOCATION, "", part, 0, 1, 1, WAIT_S)
         left_out = GroupShare(
-            ticket, 0, (left_out, State(size=20 * MIB).part(files="__c")), (), SystemClock()
+            "a",
+            "",
+            ticket,
+            0,
+            (left_out, State(size=20 * MIB).part(files="__c")),
+            (),
+            SystemClock(),
         )
     order = replace(job(left_out, states[1].part("b")), optional=frozenset({"a"}))
     used = engine(mode="gated", buffer_bytes=8 * MIB)
@@ -1201,8 +1208,8 @@ class Told:
 def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     """Catches: a trainer that changes its state while the writer reads it."""
     process = Told(Hello(""), Taken())
-    job = WriteJob(engine(), process, [State().part()], Reading(0, lent=True))
-    assert [job.holds_copy for _ in range(3)] == [False, True, True]
+    written = WriteJob(engine(), process, job(State().part()), Reading(0, lent=True))
+    assert [written.holds_copy for _ in range(3)] == [False, True, True]
 
 
 class Copies:
@@ -1406,7 +1413,7 @@ def test_copies_of_the_trainer_are_kept_until_they_are_read(engine, storage, roo
     assert run.has_copy
     assert isinstance(run.process, WriteJob)
     del part, owner
-    assert run.process._kept[0].owner is alive()
+    assert alive() is not None
     assert isinstance(ends(run)[-1], ShardReported)
     assert alive() is None
 
@@ -1499,7 +1506,7 @@ class _CountingDisk(PosixStorage):
         super().fsync(handle)
 
 
-class _Foreign:
+class _Foreign(PartJob):
     """A part that only a copy of this process can write: it cannot be pickled."""
 
     name, directory = "foreign", ""

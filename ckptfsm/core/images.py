@@ -1,0 +1,154 @@
+"""Images: the files of a part as lists of pieces, and the values around them.
+
+A piece is a literal, or the data of a tensor, or the tail of a ``torch.save`` blob, whose checksums
+depend on the data before it. An image holds no tensor and no torch object, so a process without torch
+can write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ckptfsm.core.blob import Patch
+from ckptfsm.core.parts import Sent
+
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Literal(Sent):
+    """Bytes that are known when the save is planned."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(Sent):
+    """``size`` bytes of the trainer at ``address``: the data of one tensor.
+
+    ``lent``: the trainer can change them; it cannot if they are a copy that was made for the save.
+    ``early``: it may do so as soon as ``save`` has returned, without a gate.
+    """
+
+    address: int
+    size: int
+    lent: bool = True
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Copied(Sent):
+    """The data of one tensor, as it was when the save was staged."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail(Sent):
+    """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
+
+    data: bytes
+    patch: Patch
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+Piece = Literal | Memory | Copied | Tail
+
+
+class Slice(NamedTuple):
+    """A part of a piece inside a chunk: ``at`` counts from the chunk's start, ``start`` from the
+    piece's.
+    """
+
+    piece: Piece
+    at: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Image(Sent):
+    """A file as it will be. ``name`` is relative to the step's directory, ``size`` in bytes."""
+
+    name: str
+    size: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def chunk_count(self) -> int:
+        return max(1, -(-self.size // CHUNK_BYTES))
+
+    def chunks(self) -> Iterator[tuple[int, int, list[Slice]]]:
+        """Each chunk in file order: its offset, its length, and its slices."""
+        slices: list[Slice] = []
+        filled = offset = 0
+        for piece in self.pieces:
+            start = 0
+            while start < piece.size:
+                length = min(piece.size - start, CHUNK_BYTES - filled)
+                slices.append(Slice(piece, filled, start, length))
+                start, filled = start + length, filled + length
+                if filled == CHUNK_BYTES:
+                    yield offset, filled, slices
+                    offset, filled, slices = offset + filled, 0, []
+        if slices or not offset:
+            yield offset, filled, slices
+
+
+def image_of(name: str, pieces: Sequence[Piece]) -> Image:
+    """The image of these pieces; its size is the sum of theirs."""
+    return Image(name, sum(piece.size for piece in pieces), tuple(pieces))
+
+
+class Chunk(NamedTuple):
+    """A filled buffer: ``view`` has the chunk's bytes and room for the alignment behind them."""
+
+    view: memoryview
+    give_back: Callable[[], None]
+
+
+class ChunkSource(Protocol):
+    """Fills the chunks of images, each image's in file order."""
+
+    concurrent: bool
+    """True if several threads may take chunks, and should, so that the disk is kept busy."""
+
+    def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
+        """The next chunk of ``image``; waits for it. Raises the error of the read."""
+        ...
+
+    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
+        """Keep no more chunks of these images, and raise ``error`` where one is awaited."""
+        ...
+
+
+class Copying(Protocol):
+    """Copies of an accelerator's state into memory of the images, which may be on their way."""
+
+    host_copied: bool
+    """True once the host's state is copied, too: the trainer may change it."""
+
+    def done(self) -> bool:
+        """True once the memory has the state. Raises the error of the copies; never waits."""
+        ...
+
+    def order_updates(self) -> None:
+        """Let the accelerator run all later work of the trainer behind the copies; never waits."""
+        ...
+
+    def give_to_child(self) -> None:
+        """Wait for the copies, and let a child that is forked next have their memory."""
+        ...
