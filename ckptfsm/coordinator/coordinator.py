@@ -76,7 +76,7 @@ from ckptfsm.core.lifecycle import (
     has_finalizers,
     writing_ranks,
 )
-from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery import Resume, forget_moved
@@ -263,7 +263,7 @@ class Coordinator:
         """
         for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
             for part in checkpoint.parts:
-                if part.kind in FINISHED_BY_US and part.kind not in self._finishers:
+                if part.format.planned and part.kind not in self._finishers:
                     raise ConfigError(
                         f"step {checkpoint.step} was written, and its part {part.name!r} needs torch "
                         f"to be completed: open the root once with CheckpointManager{self._by_hand()}",

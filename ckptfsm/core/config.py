@@ -27,6 +27,7 @@ from pydantic import (
 from ckptfsm.core.documents import first_problem
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.jobs import Job
+from ckptfsm.core.layout import LayoutName
 from ckptfsm.core.preemption import unix_time
 from ckptfsm.core.recovery import Resume
 from ckptfsm.core.retention import KeepAll, Policy, parse_policy
@@ -59,7 +60,7 @@ class Settings(TypedDict, total=False):
     resume: Resume
     takeover: bool
     verify: Verify
-    layout: Literal["megatron", "verl"]
+    layout: LayoutName
     writer_files: int
     engine: Literal["auto", "eager", "gated", "fork"]
     writer_nice: int
@@ -174,7 +175,7 @@ class CheckpointConfig(BaseModel):
     verify: Verify = Field(
         default="digests", description="depth of the check that `restore` makes before it loads"
     )
-    layout: Literal["megatron", "verl"] = Field(
+    layout: LayoutName = Field(
         default="megatron",
         description="names of steps: `megatron` (`iter_0000100`) or `verl` (`global_step_100`)",
     )

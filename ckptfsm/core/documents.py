@@ -27,9 +27,10 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
+from ckptfsm.core.formats import FORMATS, TORCH_DIST
 from ckptfsm.core.layout import JOB_NAME, MEGATRON
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.parts import MAX_STEP, AttemptId, PartKind, PartSpec
+from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec
 from ckptfsm.core.recorded_metrics import MOST, MOST_LETTERS
 
 SCHEMA_VERSION = 1
@@ -56,7 +57,17 @@ def _check_name(name: str) -> str:
     return name
 
 
+def _check_format(name: str) -> str:
+    """``name``, if it is that of a format. Raises ``ValueError`` for any other."""
+    if name not in FORMATS:
+        raise ValueError(f"a part in a format that this version does not know: {name!r}")
+    return name
+
+
 FileName = Annotated[str, StringConstraints(max_length=1024), AfterValidator(_check_name)]
+FormatName = Annotated[
+    str, AfterValidator(_check_format), Field(json_schema_extra={"enum": list(FORMATS)})
+]
 
 
 class Document(BaseModel):
@@ -80,7 +91,7 @@ class Part(Document):
     """A declared part, see ``parts.PartSpec``."""
 
     name: FileName
-    kind: PartKind = "torch_dist"
+    kind: FormatName = TORCH_DIST.name
     directory: FileName | Literal[""] = ""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     optional: bool = False

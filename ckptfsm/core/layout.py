@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from ckptfsm.core.parts import MAX_STEP, AttemptId
 
@@ -82,6 +83,7 @@ class Layout:
         return self.published_name(of.step) if in_place else staging_dir(of)
 
 
+LayoutName = Literal["megatron", "verl"]
 MEGATRON = Layout("megatron", "iter_", 7, "")
 VERL = Layout("verl", "global_step_", 1, "dist_ckpt")
 LAYOUTS = MappingProxyType({layout.name: layout for layout in (MEGATRON, VERL)})

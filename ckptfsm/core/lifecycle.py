@@ -165,7 +165,7 @@ def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
 
 def has_finalizers(checkpoint: Checkpoint) -> bool:
     """True if a part was written by foreign code; every rank runs its finalizers (I6)."""
-    return any(part.kind == "foreign" for part in checkpoint.parts)
+    return any(part.format.foreign for part in checkpoint.parts)
 
 
 # ---------------------------------------------------------------------------------------- guards

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.formats import FORMATS, TORCH_DIST, Format
 
 MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-PartKind = Literal["torch_dist", "foreign", "file", "tree", "report"]
-FINISHED_BY_US = frozenset({"torch_dist"})
-"""Kinds of parts whose metadata the coordinator writes, from the results of their ranks."""
 RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
 """Names that the library or megatron-core writes into the directory of a torch_dist part."""
 
@@ -58,13 +56,13 @@ class AttemptId(Sent):
 class PartSpec(Sent):
     """A declared part of a checkpoint.
 
-    ``directory`` is relative to the step's directory ("" is its root). ``ranks`` are the ranks that
-    write the part; None means every rank of the job. If a rank cannot write an ``optional`` part,
-    the checkpoint is completed without the part.
+    ``kind`` is the name of its format. ``directory`` is relative to the step's directory ("" is its
+    root). ``ranks`` are the ranks that write the part; None means every rank of the job. If a rank
+    cannot write an ``optional`` part, the checkpoint is completed without the part.
     """
 
     name: str
-    kind: PartKind = "torch_dist"
+    kind: str = TORCH_DIST.name
     directory: str = ""
     ranks: tuple[int, ...] | None = None
     optional: bool = False
@@ -72,6 +70,10 @@ class PartSpec(Sent):
     def __hash__(self) -> int:
         """Hash without ``ranks``: every report looks the part up, and a group has many ranks."""
         return hash((self.name, self.kind, self.directory))
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.kind]
 
     @property
     def first_rank(self) -> int:
@@ -115,8 +117,8 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
             raise ConfigError(f"part {part.name!r} is written by no rank", part=part.name)
         if part.ranks is not None and not all(0 <= r < world_size for r in part.ranks):
             raise ConfigError("a part names ranks outside the job", part=part.name)
-        own = part.kind in ("torch_dist", "foreign", "tree") or bool(part.directory)
-        if own and part.kind != "file":
+        beside = part.format.inside or (part.format.grouped and not part.directory)
+        if not beside:
             other = owners.setdefault(part.directory, part.name)
             if other != part.name:
                 raise ConfigError(
@@ -134,7 +136,7 @@ def _check_optional(part: PartSpec, parts: tuple[PartSpec, ...]) -> None:
 
     Leaving a part out removes its whole directory.
     """
-    if not part.directory or part.kind in ("foreign", "file"):
+    if not part.directory or part.format.foreign or part.format.inside:
         raise ConfigError(
             f"part {part.name!r} cannot be optional: it needs a directory of its own, and a plain file "
             "or a foreign request has none",

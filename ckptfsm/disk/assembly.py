@@ -16,7 +16,7 @@ from ckptfsm.core.documents import FileEntry, Manifest, part_records
 from ckptfsm.core.errors import CkptFsmError, SaveFailed, ShardMissing, describe
 from ckptfsm.core.layout import MANIFEST, RECEIPTS, Layout, join, planned_name
 from ckptfsm.core.lifecycle import Checkpoint, expected_reports
-from ckptfsm.core.parts import FINISHED_BY_US, AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
 from ckptfsm.disk.durable import (
     content_is,
@@ -121,7 +121,7 @@ class Assembly:
         Raises ``SaveFailed`` if other metadata is there, in place: another trainer saved the step then.
         """
         location = join(directory, part.directory)
-        if part.kind == "foreign":
+        if part.format.foreign:
             self._refuse_changed_common(part, directory, shares)
             names = [*_FOREIGN_METADATA, *self._beside(part, directory, shares)]
             return [self._entry_of(location, part, name) for name in names]
@@ -157,9 +157,9 @@ class Assembly:
         self, part: PartSpec, directory: str, shares: ReceivedParts, final: str
     ) -> Mapping[str, bytes]:
         """The metadata files of a part. A finisher that raises fails its attempt, whatever it raises."""
-        finisher = self.finishers.get(part.kind)
-        if part.kind not in FINISHED_BY_US:
+        if not part.format.planned:
             return {}
+        finisher = self.finishers.get(part.kind)
         if finisher is None:
             raise SaveFailed(
                 f"no finisher here can complete part {part.name!r} ({part.kind})", file=final

@@ -22,6 +22,7 @@ from ckptfsm.core.evidence import (
     is_whole,
     why_not_whole,
 )
+from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
     MANIFEST,
@@ -279,8 +280,8 @@ def _comes_first(name: str) -> bool:
 def _is_cut_short(names: Iterable[str], checkpoint: Checkpoint) -> bool:
     """True if this attempt leaves these files before its metadata."""
     parts = checkpoint.parts
-    plain = {join(part.directory, part.name) for part in parts if part.kind == "file"}
-    inner = (f"{PRIVATE}/", *(f"{part.directory}/" for part in parts if part.kind == "tree"))
+    plain = {join(part.directory, part.name) for part in parts if part.format is FILE}
+    inner = (f"{PRIVATE}/", *(f"{part.directory}/" for part in parts if part.format is TREE))
     return all(
         path.startswith(inner)
         or path in plain
@@ -311,7 +312,7 @@ def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) ->
     directory = layout.working_dir(checkpoint.id, checkpoint.in_place)
     if lookup(storage, directory) is None:
         return StagingEvidence(False, "its directory is gone")
-    if any(part.kind == "foreign" for part in checkpoint.parts):
+    if any(part.format.foreign for part in checkpoint.parts):
         return StagingEvidence(False, "a foreign part's finalizers ended with its process")
     try:
         own = Receipts(storage, directory, checkpoint.id, checkpoint.world_size)
@@ -325,7 +326,7 @@ def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) ->
         for spec in checkpoint.parts:
             if spec.name in dropped:
                 continue
-            if spec.kind == "torch_dist" and not lookup(
+            if spec.format.planned and not lookup(
                 storage, f"{directory}/{planned_name(spec.name)}"
             ):
                 return StagingEvidence(False, f"no planned metadata of part {spec.name}")

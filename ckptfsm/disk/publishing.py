@@ -242,7 +242,7 @@ class Publisher:
 
 def _plans(name: str, part: PartSpec) -> bool:
     """True if a file of planned metadata belongs to a part. A group's part has one for each share."""
-    if part.kind != "report":
+    if not part.format.grouped:
         return name == f"{part.name}.bin"
     share = name.removeprefix(f"{part.name}.").removesuffix(".bin")
     return share.isdigit() and name == f"{part.name}.{share}.bin"

@@ -20,7 +20,6 @@ import logging
 import os
 import uuid
 from types import TracebackType
-from typing import Literal
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.notices import say
@@ -29,7 +28,7 @@ from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import DamagedRoot, StepNotFoundError, describe
 from ckptfsm.core.evidence import PublishedEvidence, is_whole, why_not_whole
-from ckptfsm.core.layout import LAYOUTS, READERS, parse_reader
+from ckptfsm.core.layout import LAYOUTS, READERS, LayoutName, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, is_refused, list_names, lookup, put, storage_error
@@ -69,7 +68,7 @@ class ReaderLease:
         root: str | os.PathLike[str],
         step: int,
         *,
-        layout: Literal["megatron", "verl"] = "megatron",
+        layout: LayoutName = "megatron",
         storage: Storage | None = None,
         nonce: str | None = None,
         visibility_timeout_s: float = VISIBILITY_S,

@@ -157,7 +157,7 @@ def _metadata(storage: Storage, name: str, manifest: Manifest) -> list[str]:
     verdicts = [
         (part, inspect_stock(storage, join(name, part.directory)))
         for part in manifest.parts
-        if part.kind == "torch_dist"
+        if part.spec().format.planned
     ]
     return [
         f"a stock loader would refuse part {part.name!r}: {verdict.reason}"

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
+from ckptfsm.core.formats import FILE, FOREIGN, TORCH_DIST, TREE
 from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
@@ -97,7 +98,7 @@ class MegatronDraft:
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
         drafts = {part.spec.name: part for part in self.planned_parts}
-        forked = any(spec.kind == "foreign" for spec in specs)
+        forked = any(spec.format.foreign for spec in specs)
         templates = None if forked else self.templates
         if templates is not None:
             self.held.promised = self.promise.storages()
@@ -105,17 +106,17 @@ class MegatronDraft:
         jobs: list[PartJob] = []
         for spec in specs:
             value = self.values[spec.name]
-            if spec.kind == "torch_dist":
+            if spec.format is TORCH_DIST:
                 plan = planned[spec.name] if self.rank == spec.first_rank else None
                 share = Share(spec, drafts[spec.name], self.rank, plan, self.common_in_shard)
                 if templates is None:
                     jobs.append(stage_part(share))
                 else:
                     jobs.append(stage_images(share, templates, self.held))
-            elif spec.kind in ("file", "tree"):
+            elif spec.format in (FILE, TREE):
                 with no_collective(spec, self.rank):
                     jobs.append(stage_file(spec, value, location, self.rank))
-            elif spec.kind == "foreign":
+            elif spec.format is FOREIGN:
                 part = stage_foreign(spec, value, self.rank, location, self.foreign)
                 if value.build is not None:  # made only now; a ready one was looked at before
                     check_request(self.read_back, spec.name, part.request.arguments, self.rank)
@@ -130,7 +131,7 @@ class MegatronDraft:
     ) -> Iterator[Any]:
         """The values of all items that this rank writes."""
         for spec in specs:
-            if spec.kind == "torch_dist":
+            if spec.format is TORCH_DIST:
                 for bucket in drafts[spec.name].buckets:
                     yield from (value for _, value in bucket)
 
@@ -160,7 +161,7 @@ class MegatronDriver:
     that such a writer may read after ``save``.
     """
 
-    finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
+    finishers: Mapping[str, PartFinisher] = MappingProxyType({TORCH_DIST.name: finish_part})
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class MegatronDriver:
             drafts = tuple(
                 self._planner.draft(spec, with_objects(values[spec.name]))
                 for spec in specs
-                if spec.kind == "torch_dist"
+                if spec.format is TORCH_DIST
             )
         for spec in specs:
             made = values[spec.name]
@@ -385,9 +386,9 @@ def _spec_of(name: str, value: Any, count: int) -> PartSpec:
         return plain
     directory = "" if count == 1 or name == _ROOT_PART else name
     if isinstance(value, ForeignRequest):
-        return PartSpec(name, "foreign", value.directory or directory)
+        return PartSpec(name, FOREIGN.name, value.directory or directory)
     if isinstance(value, (dict, PerRank)):
-        return PartSpec(name, "torch_dist", directory)
+        return PartSpec(name, TORCH_DIST.name, directory)
     raise ConfigError(
         f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, a FileTree, a "
         "PerRank or a ForeignRequest",

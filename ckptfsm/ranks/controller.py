@@ -40,6 +40,7 @@ from ckptfsm.core.events import (
     WritersLost,
     is_plausible,
 )
+from ckptfsm.core.formats import REPORT
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
@@ -209,7 +210,7 @@ class Controller(Session):
                 raise ConfigError(f"group {part.group!r} is to write two parts", part=name)
             directory = name if part.directory is None else part.directory
             ranks = tuple(range(first, first + self._groups[part.group]))
-            specs[name] = PartSpec(name, "report", directory, ranks, part.optional)
+            specs[name] = PartSpec(name, REPORT.name, directory, ranks, part.optional)
         return specs
 
     def _accepted(self, request: SaveRequest) -> AttemptId | None:
@@ -229,7 +230,7 @@ class Controller(Session):
         return of
 
     def _flight(self, parts: Sequence[PartSpec]) -> _Flight:
-        ranks = {rank for spec in parts if spec.kind == "report" for rank in spec.ranks or ()}
+        ranks = {rank for spec in parts if spec.format.grouped for rank in spec.ranks or ()}
         return _Flight(
             self._ports.clock.monotonic() + self.config.writer_timeout_s, frozenset(ranks)
         )

@@ -26,9 +26,10 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, Failed, WriterGone
+from ckptfsm.core.formats import REPORT, TORCH_DIST, TREE
 from ckptfsm.core.images import ChunkSource, Copying, Image
 from ckptfsm.core.layout import join, planned_name
-from ckptfsm.core.parts import AttemptId, PartKind, PartSpec, check_parts
+from ckptfsm.core.parts import AttemptId, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted, Located
@@ -193,7 +194,7 @@ class BaseGroupWorker:
                         f"{list(gathered[0][1])}: give None where other ranks write"
                     )
             for spec in request.parts:
-                if spec.kind in ("foreign", "file") or spec.optional:
+                if spec.format.foreign or spec.format.inside or spec.optional:
                     raise ConfigError(
                         f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
                         "the whole part that may be optional"
@@ -382,7 +383,7 @@ class BaseGroupWorker:
                 step=found.step,
                 part=part,
             )
-        spec = known.get(part, PartSpec(part, "report", part))
+        spec = known.get(part, PartSpec(part, REPORT.name, part))
         shares = GroupParts.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
@@ -420,8 +421,8 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _kind_of(value: Any) -> PartKind:
-    return "tree" if isinstance(value, FileTree) else "torch_dist"
+def _kind_of(value: Any) -> str:
+    return TREE.name if isinstance(value, FileTree) else TORCH_DIST.name
 
 
 def _no_coordinator(*arguments: Any) -> None:

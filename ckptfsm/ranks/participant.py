@@ -41,6 +41,7 @@ from ckptfsm.core.errors import (
     WriterDied,
 )
 from ckptfsm.core.events import UNUSABLE
+from ckptfsm.core.formats import TREE
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.notes import Meter, Note, Refused
 from ckptfsm.core.parts import AttemptId, PartSpec
@@ -483,7 +484,7 @@ class Participant:
         self._lone_makes = [
             (accepted.of, spec)
             for spec in accepted.parts
-            if spec.kind == "tree" and spec.ranks is not None and self._rank not in spec.ranks
+            if spec.format is TREE and spec.ranks is not None and self._rank not in spec.ranks
         ]
         self.show.begin(accepted.of, self._writing_ranks(accepted), self.reports.progress_now)
         self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)

@@ -21,6 +21,7 @@ from ckptfsm.core.errors import (
     one_line,
     shorten,
 )
+from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.parts import OptionalPart, PartSpec, Sent, content_of
 from ckptfsm.core.ports import Draft, Driver
 from ckptfsm.core.requests import SaveRequest
@@ -215,9 +216,9 @@ def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
                 rank=rank,
                 part=name,
             )
-    if first.kind == "file" or (first.kind == "tree" and not _every_rank(name, found, proposals)):
+    if first.format is FILE or (first.format is TREE and not _every_rank(name, found, proposals)):
         return replace(first, ranks=(min(found),))
-    if first.kind == "foreign" and len(found) < len(proposals):
+    if first.format.foreign and len(found) < len(proposals):
         raise SaveRefused(
             f"part {name!r} is a foreign request, whose finalizers hold collectives: every rank must "
             "have one",

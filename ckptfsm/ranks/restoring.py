@@ -163,7 +163,7 @@ class Restorer:
         return _Verified(reading, self.transport.broadcast(dict(readers)))
 
     def _plan_reading(self, located: Located, named: Mapping[str, Any]) -> Reading | None:
-        directories = {p.name: p.directory for p in located.parts if p.kind == "torch_dist"}
+        directories = {p.name: p.directory for p in located.parts if p.format.planned}
         parts = {
             name: (directories[name], value)
             for name, value in named.items()
@@ -289,7 +289,7 @@ class Restorer:
 
     def _with_others(self, located: Located, named: Mapping[str, Any]) -> dict[str, Any]:
         """Add the parts of other ranks, empty: loading a torch_dist part is collective."""
-        plain = {spec.name for spec in located.parts if spec.kind in ("file", "tree", "report")}
+        plain = {spec.name for spec in located.parts if not spec.format.sharded}
         wanted = {
             name: value for name, value in named.items() if value is not None or name not in plain
         }

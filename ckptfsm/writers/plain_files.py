@@ -15,6 +15,7 @@ import xxhash
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
+from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Storage, Survey, Written
@@ -138,7 +139,7 @@ def at_path(
     ``StorageError`` at the begin or the end of the block if the path leads elsewhere
     (``Storage.absolute``). So files made by path were made in the right place.
     """
-    by_path = [spec for spec in specs if spec.kind in ("tree", "foreign")]
+    by_path = [spec for spec in specs if spec.format.by_path]
     if by_path:
         visibility.require(storage, location)
         made = visibility.of_directories(storage)
@@ -172,7 +173,7 @@ def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
     if not isinstance(job, TreePart):
         return job
     base = f"{job.directory}/" if job.directory else ""
-    inside = (p.directory for p in parts if p.kind != "file" and p.directory != job.directory)
+    inside = (p.directory for p in parts if not p.format.inside and p.directory != job.directory)
     skip = [d.removeprefix(base) for d in inside if d.startswith(base)]
     return replace(job, skip=(*skip, *(() if base else (PRIVATE,))))
 
@@ -245,9 +246,9 @@ def _move_files(spec: PartSpec, made: str, target: str, rank: int) -> Iterator[s
 def file_spec(name: str, value: Any) -> PartSpec | None:
     """The spec of a part of plain files; None if ``value`` is something else."""
     if isinstance(value, (bytes, bytearray)):
-        return PartSpec(name, "file")
+        return PartSpec(name, FILE.name)
     if isinstance(value, FileTree):
-        return PartSpec(name, "tree", name)
+        return PartSpec(name, TREE.name, name)
     return None
 
 
