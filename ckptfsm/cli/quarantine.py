@@ -24,11 +24,12 @@ from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
 from ckptfsm.core.parts import MAX_STEP, AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery_rules import Decision
+from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.durable import each_file, list_names, lookup
 from ckptfsm.disk.inspection import read_commit
 from ckptfsm.disk.overview import layout_of_names, look
 from ckptfsm.views.reading import Life, read_lives
-from ckptfsm.views.timeline import clean, describe_end, format_bytes
+from ckptfsm.views.timeline import clean, describe_end
 
 Name = Annotated[str, typer.Argument(help="A name that ckptfsm quarantine ls shows.")]
 group = typer.Typer(help="Directories that were withdrawn. Nothing deletes them by itself.")
@@ -146,7 +147,7 @@ def _judge_inside(root: Path, source: str, step: int) -> None:
 
 def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
     """All files, and a line that they are read: that may take long."""
-    put([f"reads {format_bytes(sum(file.bytes for file in files))}, to compare the digests"])
+    put([f"reads {bytes_text(sum(file.bytes for file in files))}, to compare the digests"])
     return files
 
 
@@ -183,7 +184,7 @@ def ls(place: Place = None, root: Root = HERE, json: Json = False) -> None:
     if json:
         put_json([{"name": name, "bytes": size, "why": why} for name, size, why in rows])
         return
-    lines = [clean(f"{name}  {format_bytes(size)}  {why}") for name, size, why in rows]
+    lines = [clean(f"{name}  {bytes_text(size)}  {why}") for name, size, why in rows]
     put(lines or ["nothing is in quarantine"])
 
 

@@ -38,6 +38,7 @@ from ckptfsm.core.errors import JournalCorrupt, StepNotFoundError
 from ckptfsm.core.layout import JOURNAL, LAYOUTS, MANIFEST, TRACKER, Layout
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
+from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.overview import layout_of_names, look
 from ckptfsm.disk.pickle_stubs import METADATA
@@ -49,7 +50,7 @@ from ckptfsm.disk.verification import (
     verify_directory,
     verify_step,
 )
-from ckptfsm.views.timeline import clean, format_bytes, format_duration
+from ckptfsm.views.timeline import clean, format_duration
 
 
 def add_to(app: typer.Typer) -> None:
@@ -309,8 +310,8 @@ def _lines(name: str, verdict: Verdict, seconds: float) -> list[str]:
         return [
             f"{name}: good in form, {verdict.files} files; without a manifest no digest is known"
         ]
-    took = f"{format_duration(seconds)} ({format_bytes(int(rate))}/s)"
+    took = f"{format_duration(seconds)} ({bytes_text(int(rate))}/s)"
     return [
-        f"{name}: good, {verdict.files} files, {format_bytes(size)} read in {took}",
+        f"{name}: good, {verdict.files} files, {bytes_text(size)} read in {took}",
         *(f"  not of this checkpoint: {stranger}" for stranger in verdict.strangers),
     ]

@@ -84,6 +84,7 @@ from ckptfsm.core.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.core.recorded_policy import record_of
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
 from ckptfsm.core.retention import Policy, describe_tracked
+from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
 from ckptfsm.disk.inspection import is_manifest_of, moved_aside, read_tracker
@@ -716,12 +717,8 @@ def _told(record: TransitionRecord) -> str:
     if record.reason:
         text += f" ({record.reason})"
     elif record.dest is State.FINALIZED:
-        text += f" ({_size(record.shard_bytes)})"
+        text += f" ({bytes_text(record.shard_bytes)})"
     return f"{text}: {record.detail}" if record.detail else text
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _say_not_sorted(path: str, error: Exception) -> None:

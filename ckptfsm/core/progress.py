@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptfsm.core.units import bytes_text
+
 _BAR = 20
 _LEAST_BAR = 6
 
@@ -53,11 +55,6 @@ def progress_of(
     return Progress(written, total, elapsed, rate, eta, durable)
 
 
-def bytes_text(count: float) -> str:
-    """``count`` bytes in decimal megabytes or gigabytes, as disks are sold."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 def seconds_text(seconds: float) -> str:
     """A duration in one unit, as ``0.4 s`` or ``12 min``."""
     if seconds < 120:
@@ -71,12 +68,6 @@ def progress_text(progress: Progress) -> str:
     if progress.fraction is None:
         return f"{bytes_text(progress.written_bytes)} at {rate}"
     return f"{_percent(progress.fraction)} at {rate}"
-
-
-def _of(written: int, total: int) -> str:
-    """Both in the unit of the total."""
-    scale = 1e9 if total >= 1e9 else 1e6
-    return f"{written / scale:.1f} of {bytes_text(total)}"
 
 
 def _percent(fraction: float) -> str:
@@ -107,8 +98,8 @@ def line_of(step: int, progress: Progress | None, ranks: Ranks, width: int) -> s
             parts.append(bytes_text(progress.written_bytes))
         else:
             assert progress.total_bytes is not None
-            written = _of(progress.written_bytes, progress.total_bytes)
-            parts += [_percent(fraction), written]
+            total = bytes_text(progress.total_bytes)
+            parts += [_percent(fraction), f"{bytes_text(progress.written_bytes)} of {total}"]
         parts.append(f"{bytes_text(progress.bytes_per_s)}/s")
         if progress.eta_s:
             parts.append(f"{seconds_text(progress.eta_s)} left")

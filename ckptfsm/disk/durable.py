@@ -35,11 +35,17 @@ def parent_of(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def write_all(storage: Storage, handle: int, data: bytes | memoryview) -> None:
-    """Write every byte of ``data`` at the handle's position. A short write is not an end."""
+def write_all(
+    storage: Storage, handle: int, data: bytes | memoryview, offset: int | None = None
+) -> None:
+    """Write every byte of ``data``, at the handle's position or at ``offset``: a write may be short."""
     view = memoryview(data)
     while len(view):
-        taken = storage.write(handle, view)
+        if offset is None:
+            taken = storage.write(handle, view)
+        else:
+            taken = storage.pwrite(handle, view, offset)
+            offset += taken
         if taken <= 0:
             raise OSError(errno.EIO, f"a write took {taken} of {len(view)} bytes")
         view = view[taken:]

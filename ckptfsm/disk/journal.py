@@ -54,7 +54,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_policy import PolicyRecord
 from ckptfsm.core.rollback import NO_INTENT, Intent
-from ckptfsm.disk.durable import list_names
+from ckptfsm.disk.durable import list_names, write_all
 
 BLOCK_BYTES = 16 * 1024
 RESERVE_BYTES = 4 * 1024  # kept free in the last block for records that must fit on a full disk
@@ -510,12 +510,7 @@ class JournalWriter:
 
     def _pwrite(self, data: bytes, offset: int) -> None:
         assert self._handle is not None
-        view = memoryview(data)
-        while len(view):
-            taken = self._storage.pwrite(self._handle, view, offset)
-            if taken <= 0:
-                raise OSError(errno.EIO, f"a write took {taken} of {len(view)} bytes")
-            view, offset = view[taken:], offset + taken
+        write_all(self._storage, self._handle, data, offset)
 
     def _give_up(self) -> None:
         handle, self._handle = self._handle, None

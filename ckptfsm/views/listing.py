@@ -13,9 +13,10 @@ from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import RETENTION, kept_by
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.overview import Overview
 from ckptfsm.views.adopted import Contents
-from ckptfsm.views.timeline import clean, clip, format_bytes, format_duration, parse_time
+from ckptfsm.views.timeline import clean, clip, format_duration, parse_time
 
 UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
 _HEADS = ("STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "JOBS", "KEPT BY")
@@ -175,7 +176,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(row.step),
         row.state,
         "-" if row.age_s is None else format_duration(row.age_s),
-        format_bytes(row.bytes) if row.bytes else "-",
+        bytes_text(row.bytes) if row.bytes else "-",
         str(row.ranks or "-"),
         clean(",".join(row.parts)) or "-",
         clean(", ".join(row.jobs)) or "-",

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from ckptfsm.core.documents import JobRecord
 from ckptfsm.core.errors import DamagedRoot, describe
 from ckptfsm.core.ports import Storage
+from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.overview import Overview
 from ckptfsm.disk.verification import strangers_in
 from ckptfsm.views.listing import state_of_job
 from ckptfsm.views.reading import Life
-from ckptfsm.views.timeline import clean, describe_end, format_bytes, format_duration, place
+from ckptfsm.views.timeline import clean, describe_end, format_duration, place
 
 
 def lines_of_step(
@@ -34,7 +35,7 @@ def lines_of_step(
                 f"  {entry.state.value:<14} {entry.at or '-':<29} {stay:<12} {when}".rstrip()
             )
         if life.shard_bytes:
-            lines.append(f"  shards: {format_bytes(life.shard_bytes)}")
+            lines.append(f"  shards: {bytes_text(life.shard_bytes)}")
         if life.reason:
             lines.append(f"  reason: {life.reason}" + (f" ({life.detail})" if life.detail else ""))
         lines += [f"  metric {name}: {value:g}" for name, value in metrics.get(life.attempt, ())]
@@ -62,7 +63,7 @@ def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
     total = sum(file.bytes for file in manifest.files)
     parts = ", ".join(f"{part.name} ({part.kind})" for part in manifest.parts)
     return [
-        f"at {name}: {len(manifest.files)} files, {format_bytes(total)}, attempt {manifest.of}",
+        f"at {name}: {len(manifest.files)} files, {bytes_text(total)}, attempt {manifest.of}",
         f"  parts: {parts}",
         *(f"  not of this checkpoint: {each}" for each in strangers_in(storage, name, manifest)),
     ]

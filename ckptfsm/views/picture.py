@@ -12,6 +12,7 @@ from html import escape
 from itertools import pairwise
 
 from ckptfsm.core.lifecycle import State
+from ckptfsm.core.units import bytes_text
 from ckptfsm.views.axis import Axis, overview_axis, zoom_axis
 from ckptfsm.views.reading import Entry, Life
 from ckptfsm.views.timeline import (
@@ -20,7 +21,6 @@ from ckptfsm.views.timeline import (
     clean,
     clip,
     describe_end,
-    format_bytes,
     format_duration,
     parse_time,
     place,
@@ -271,7 +271,7 @@ def _left_lane(lane: Lane, row: int, over: Axis) -> Iterable[str]:
     life, middle = lane.life, _TOP + row * _ROW + _ROW / 2
     yield _tag("text", class_="end", x=_STEP_X, y=middle + 4, text=f"step {life.step}")
     short = life.attempt.partition(".")[2]
-    title = _tag("title", text=f"attempt {life.attempt}, {format_bytes(life.shard_bytes)}")
+    title = _tag("title", text=f"attempt {life.attempt}, {bytes_text(life.shard_bytes)}")
     yield _tag("text", title, class_="dim", x=_NAME_X, y=middle + 4, text=short)
     yield from _overview_bars(lane, middle, over)
 

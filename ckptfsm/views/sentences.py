@@ -15,7 +15,8 @@ from ckptfsm.core.documents import (
     TransitionRecord,
 )
 from ckptfsm.core.lifecycle import State
-from ckptfsm.views.timeline import clean, format_bytes
+from ckptfsm.core.units import bytes_text
+from ckptfsm.views.timeline import clean
 
 
 def sentence_of(record: Record) -> str:
@@ -57,7 +58,7 @@ def _requested(record: TransitionRecord) -> str:
 def _written(record: TransitionRecord) -> str:
     if record.dest is not State.SHARDS_WRITTEN:
         return "had a shard reported"
-    return f"has all its shards on disk, {format_bytes(record.shard_bytes)}"
+    return f"has all its shards on disk, {bytes_text(record.shard_bytes)}"
 
 
 def _because(words: str) -> Callable[[TransitionRecord], str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptfsm.core.lifecycle import ENDED, State
+from ckptfsm.core.units import bytes_text
 from ckptfsm.views.reading import Life
-from ckptfsm.views.timeline import Lane, clean, clip, describe_end, format_bytes, place
+from ckptfsm.views.timeline import Lane, clean, clip, describe_end, place
 
 S = State
 
@@ -55,4 +56,4 @@ def _table_row(lane: Lane) -> list[str]:
         first = next((t for entry, t in entered if entry.state in states), None)
         cells.append("-" if first is None else f"{first:+.2f}")
     end = clip(clean(describe_end(life)), _MAX_END)
-    return [str(life.step), life.attempt, *cells, format_bytes(life.shard_bytes), end]
+    return [str(life.step), life.attempt, *cells, bytes_text(life.shard_bytes), end]

@@ -121,16 +121,6 @@ def clip(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def format_bytes(count: int) -> str:
-    """``count`` as ``12.50 MiB``; larger sizes in GiB and TiB."""
-    size = count / 2**20
-    for unit in ("MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
-
-
 def format_duration(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"

@@ -11,7 +11,6 @@ receipt is that of the bytes which were given to the disk. A file is durable whe
 
 from __future__ import annotations
 
-import errno
 import mmap
 import queue
 import threading
@@ -41,7 +40,7 @@ from ckptfsm.core.images import (
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import Sent
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, PartJob, Storage, Written
-from ckptfsm.disk.durable import make_dirs
+from ckptfsm.disk.durable import make_dirs, write_all
 
 try:
     from isal.isal_zlib import crc32
@@ -152,12 +151,7 @@ class ImageFile(AbstractContextManager["ImageFile"]):
         padded = -(-length // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
         if padded > length:
             view[length:padded] = bytes(padded - length)
-        written = 0
-        while written < padded:
-            taken = self._storage.pwrite(self._handle, view[written:padded], offset + written)
-            if taken <= 0:
-                raise OSError(errno.EIO, f"a write took {taken} of {padded - written} bytes")
-            written += taken
+        write_all(self._storage, self._handle, view[:padded], offset)
 
     def close_durably(self) -> None:
         """Cut the padding off, fsync, close."""

@@ -500,7 +500,7 @@ def test_ls_lists_files_links_and_any_name(rolled_back, capsys):
     sizes = {each["name"]: each["bytes"] for each in found}
     assert sizes["tracker.1-2-3"] == 3 and sizes[os.fsdecode(b"\xff")] == 0
     assert sorted(sizes)[:4] == ["20.e1.a2", "30.e1.a3", "link", "tracker.1-2-3"]
-    assert "tracker.1-2-3  0.00 MiB" in said(capsys, "quarantine", "ls", "-r", rolled_back)
+    assert "tracker.1-2-3  3 B" in said(capsys, "quarantine", "ls", "-r", rolled_back)
     said(capsys, "quarantine", "drop", "tracker.1-2-3", "--yes", "-r", rolled_back)
     assert not (place / "tracker.1-2-3").exists()
 

@@ -25,7 +25,7 @@ def root(tmp_path):
 
 def test_verify_reads_the_latest_and_says_how_much(root, capsys):
     out = said(capsys, "verify", "-r", root)
-    assert out.startswith("step 20: good, ") and "MiB read in" in out
+    assert out.startswith("step 20: good, ") and "B read in" in out
 
 
 def test_verify_all_reads_every_tracked_one_the_newest_first(root, capsys):

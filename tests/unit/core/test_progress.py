@@ -14,6 +14,7 @@ from ckptfsm.core.progress import (
     seconds_text,
     tracked_text,
 )
+from ckptfsm.core.units import bytes_text
 
 GB = 10**9
 
@@ -79,7 +80,7 @@ def test_durations(seconds, text):
 def test_a_line_has_bar_percent_bytes_rate_rest_and_ranks():
     found = line_of(100, progress_of(2 * GB, 8 * GB, 2.0), Ranks(8, 3), 100)
     assert found == (
-        "saving step 100  #####...............  25%  2.0 of 8.0 GB  1.0 GB/s  6.0 s left  3/8 ranks"
+        "saving step 100  #####...............  25%  2.0 GB of 8.0 GB  1.0 GB/s  6.0 s left  3/8 ranks"
     )
 
 
@@ -122,5 +123,11 @@ def test_the_last_lines():
 
 def test_words_for_the_line_of_a_trainer():
     """Catches: 100% of a share that is not written whole."""
-    assert progress_text(progress_of(999, 1000, 1.0)) == "99% at 0.0 MB/s"
+    assert progress_text(progress_of(999, 1000, 1.0)) == "99% at 999 B/s"
     assert progress_text(progress_of(5 * GB, None, 2.0)) == "5.0 GB at 2.5 GB/s"
+
+
+def test_sizes_are_in_units_people_read():
+    """Catches: a unit that is off by a thousand, or a size such as ``1000.0 MB``."""
+    sizes = (0, 999, 1500, 999_960_000, 5 * 10**12)
+    assert [bytes_text(size) for size in sizes] == ["0 B", "999 B", "1.5 kB", "1.0 GB", "5.0 TB"]
