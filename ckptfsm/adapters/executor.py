@@ -28,7 +28,7 @@ T = TypeVar("T")
 _LIMIT = 10_000
 
 
-class Promise(Generic[T]):
+class WorkResult(Generic[T]):
     """The outcome of submitted work, see ``ports.Pending``. Set by one thread, awaited by another."""
 
     def __init__(self) -> None:
@@ -77,18 +77,18 @@ class ThreadExecutor:
     """Runs submitted work in order on a separate thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Promise[Any]] | None]
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], WorkResult[Any]] | None]
         self._queue = queue.SimpleQueue()
         self._repeated: Callable[[], object] | None = None
         self._every_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ckptfsm", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> Promise[T]:
+    def submit(self, work: Callable[[], T]) -> WorkResult[T]:
         """Queue ``work``; its result or exception is in the promise. Raises ``queue.Full``."""
         if self._queue.qsize() >= _LIMIT:
             raise queue.Full
-        promise: Promise[T] = Promise()
+        promise: WorkResult[T] = WorkResult()
         self._queue.put((work, promise))
         return promise
 
@@ -106,7 +106,7 @@ class ThreadExecutor:
     def _begin_to_repeat(self, work: Callable[[], object], every_s: float) -> None:
         self._repeated, self._every_s = work, every_s
 
-    def _next(self) -> tuple[Callable[[], Any], Promise[Any]] | None:
+    def _next(self) -> tuple[Callable[[], Any], WorkResult[Any]] | None:
         """Wait for submitted work; None to stop."""
         while self._repeated is not None:
             try:
@@ -135,8 +135,8 @@ class ThreadExecutor:
 class InlineExecutor:
     """Runs work at once on the caller's thread, for simulations."""
 
-    def submit(self, work: Callable[[], T]) -> Promise[T]:
-        promise: Promise[T] = Promise()
+    def submit(self, work: Callable[[], T]) -> WorkResult[T]:
+        promise: WorkResult[T] = WorkResult()
         run_into(work, promise)
         return promise
 

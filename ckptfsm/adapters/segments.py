@@ -27,7 +27,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LIVING: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary()
 
 
-class Segment:
+class SharedSegment:
     """``size`` bytes of new memory, from ``address`` on. Close it to give the memory back.
 
     Raises ``OSError`` if the kernel has no memfd, or refuses the size.

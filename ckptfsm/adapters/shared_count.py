@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from ckptfsm.adapters.segments import Segment
+from ckptfsm.adapters.segments import SharedSegment
 
 CELLS = 128  # for a writer and its worker processes
 COUNT_BYTES = CELLS * 8
@@ -34,7 +34,7 @@ class SharedCount:
         return cls(memoryview(mapping), mapping)
 
     @classmethod
-    def of_segment(cls, segment: Segment) -> SharedCount:
+    def of_segment(cls, segment: SharedSegment) -> SharedCount:
         """The count in a segment, which may be closed: the memory stays."""
         return cls(segment.view(0, COUNT_BYTES))
 

@@ -27,7 +27,7 @@ from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
 from ckptfsm.views.reading import entered_at, read_lives
-from ckptfsm.views.records import Tail
+from ckptfsm.views.records import JournalTail
 from ckptfsm.views.timeline import clean
 from ckptfsm.views.tree import tree_lines
 
@@ -167,7 +167,7 @@ def log(
 ) -> None:
     """Print the journal as sentences, oldest first."""
     with opened(place or root) as storage:
-        tail = Tail(storage, step)
+        tail = JournalTail(storage, step)
         put(tail.new_lines())
         while follow:
             time.sleep(0.5)

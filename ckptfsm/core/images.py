@@ -54,7 +54,7 @@ class Copied(Sent):
 
 
 @dataclass(frozen=True, slots=True)
-class Tail(Sent):
+class BlobTail(Sent):
     """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
 
     data: bytes
@@ -65,7 +65,7 @@ class Tail(Sent):
         return len(self.data)
 
 
-Piece = Literal | Memory | Copied | Tail
+Piece = Literal | Memory | Copied | BlobTail
 
 
 class Slice(NamedTuple):

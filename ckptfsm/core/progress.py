@@ -75,7 +75,7 @@ def _percent(fraction: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class WritingRanks:
     """The ranks that write a save, as far as they have reported.
 
     ``done`` of ``count`` ranks are durable, with ``durable_bytes``. ``last`` was the last of these,
@@ -89,7 +89,7 @@ class Ranks:
     last_s: float = 0.0
 
 
-def line_of(step: int, progress: Progress | None, ranks: Ranks, width: int) -> str:
+def line_of(step: int, progress: Progress | None, ranks: WritingRanks, width: int) -> str:
     """The line of a save in flight, shorter than ``width`` columns. The bar shrinks where it must."""
     begin, parts = f"saving step {step}", []
     fraction = None if progress is None else progress.fraction
@@ -113,7 +113,7 @@ def line_of(step: int, progress: Progress | None, ranks: Ranks, width: int) -> s
     return f"{begin}  {rest}"[: width - 1].rstrip()
 
 
-def tracked_text(step: int, ranks: Ranks) -> str:
+def tracked_text(step: int, ranks: WritingRanks) -> str:
     """The last line of a save that was tracked."""
     rate = f" ({bytes_text(ranks.durable_bytes / ranks.last_s)}/s)" if ranks.last_s > 0 else ""
     size, seconds = bytes_text(ranks.durable_bytes), seconds_text(ranks.last_s)
@@ -123,7 +123,7 @@ def tracked_text(step: int, ranks: Ranks) -> str:
     return text
 
 
-def ended_text(step: int, how: str, progress: Progress | None, ranks: Ranks) -> str:
+def ended_text(step: int, how: str, progress: Progress | None, ranks: WritingRanks) -> str:
     """The last line of a save that was not tracked; ``how`` says the way in which it ended."""
     text = f"step {step} {how}"
     if progress is not None:

@@ -14,7 +14,7 @@ from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.megatron.gate import Gate, Promise
+from ckptfsm.megatron.gate import Gate, GatedMemory
 from ckptfsm.megatron.mailbox import mailbox_of
 from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
@@ -59,7 +59,7 @@ class CheckpointManager(Manager, Gate):
         opener = open_storage or OpenPosix(path_of(root))
         given = open_storage is not None and config.engine == "auto"
         self._engine = engine = None if given else engine_of(config)
-        self._promise = Promise()
+        self._promise = GatedMemory()
         ports = ports_of(config, opener, staging, engine, self._promise)
         if engine is not None:
             engine.warm_up()  # before the root is opened: a Ctrl-C here would keep it busy
@@ -94,7 +94,7 @@ def ports_of(
     open_storage: Callable[[bool], Storage],
     staging: OffloadHook | None = None,
     engine: WriteEngine | None = None,
-    promise: Promise | None = None,
+    promise: GatedMemory | None = None,
 ) -> Ports:
     """The real ports of one rank: torch.distributed, megatron-core, and a writer.
 

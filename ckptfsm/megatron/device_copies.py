@@ -41,11 +41,11 @@ _ALIGNMENT = 512  # of a tensor in the arena
 _GRAIN = 2 << 20  # the size of an arena is a multiple of this
 _FREE_SHARE = 0.5  # of the free memory, for the arenas of all ranks of the host: they stay
 _PORTABLE = 1  # ``cudaHostRegisterPortable``
-_LEFT: list[Arena] = []  # an accelerator that hangs may still write into these
+_LEFT: list[PinnedArena] = []  # an accelerator that hangs may still write into these
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """The end of copies, as the accelerator tells it."""
 
     def done(self) -> bool:
@@ -76,7 +76,7 @@ class Device(Protocol):
         """Undo ``pin``. Raises ``RuntimeError`` if the accelerator failed."""
         ...
 
-    def copy(self, pairs: Pairs) -> Event:
+    def copy(self, pairs: Pairs) -> CopyEvent:
         """Begin copies (from, to), in order, behind the current stream's work so far.
 
         The memory of their sources is not used otherwise before that, also if it is freed.
@@ -118,7 +118,7 @@ class CudaDevice:
 
 
 class CudaEvent:
-    """See ``Event``."""
+    """See ``CopyEvent``."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device = device
@@ -139,7 +139,7 @@ def cuda_of(tensor: torch.Tensor) -> Device | None:
     return CudaDevice(tensor.device) if tensor.is_cuda else None
 
 
-class Arena:
+class PinnedArena:
     """Pinned host memory, as torch's storage. Raises ``OSError`` if there is none."""
 
     def __init__(self, device: Device, size: int) -> None:
@@ -190,9 +190,9 @@ class DeviceCopies:
         self._find = find
         self._free_bytes = free_bytes
         self._device: Device | None = None
-        self._arena: Arena | None = None
+        self._arena: PinnedArena | None = None
         self._last: weakref.ref[StateCopy] | None = None
-        self._event: Event | None = None  # of the last copies
+        self._event: CopyEvent | None = None  # of the last copies
         self._off = False
 
     def begin(self, values: Iterable[Any]) -> StateCopy | None:
@@ -215,7 +215,7 @@ class DeviceCopies:
         self._last = weakref.ref(copy)
         return copy
 
-    def begun(self, event: Event) -> None:
+    def begun(self, event: CopyEvent) -> None:
         """Note the end of the last copies into the arena."""
         self._event = event
 
@@ -238,7 +238,7 @@ class DeviceCopies:
         found = map(self._find, tensors)
         return next((device for device in found if device is not None), None)
 
-    def _arena_of(self, device: Device, needed: int) -> Arena | None:
+    def _arena_of(self, device: Device, needed: int) -> PinnedArena | None:
         """An arena with room for ``needed`` bytes; None, and never one again, if there is no memory."""
         if self._arena is not None and self._arena.size >= needed:
             return self._arena
@@ -249,7 +249,7 @@ class DeviceCopies:
                 raise OSError(
                     errno.ENOMEM, f"{needed} bytes, and at most {limit} may be taken for long"
                 )
-            self._arena = Arena(device, needed)
+            self._arena = PinnedArena(device, needed)
         except OSError as error:
             self._off = True
             why = describe(error)
@@ -296,7 +296,7 @@ def _room(tensor: torch.Tensor) -> int:
 class StateCopy:
     """The copies of one save, see ``writers.image.Copying``. The arena is taken while this lives."""
 
-    def __init__(self, owner: DeviceCopies, device: Device, arena: Arena) -> None:
+    def __init__(self, owner: DeviceCopies, device: Device, arena: PinnedArena) -> None:
         self._owner, self._device, self._arena = owner, device, arena
         self.host_copied = False
         self._used = 0
@@ -304,7 +304,7 @@ class StateCopy:
         self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watched: list[tuple[str, torch.Tensor, int]] = []
         self._problem = ""
-        self._event: Event | None = None
+        self._event: CopyEvent | None = None
 
     def room_for(self, value: Any) -> torch.Tensor | None:
         """Host memory in the form of a tensor; None if the host is to copy it."""
@@ -328,7 +328,7 @@ class StateCopy:
             self._copy(self._others)
         self._first, self._others = [], []
 
-    def _copy(self, pairs: Pairs) -> Event:
+    def _copy(self, pairs: Pairs) -> CopyEvent:
         self._event = event = self._device.copy(pairs)
         self._owner.begun(event)
         return event

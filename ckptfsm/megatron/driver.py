@@ -40,7 +40,7 @@ from ckptfsm.megatron.foreign import (
     objects_in,
     stage_foreign,
 )
-from ckptfsm.megatron.gate import Promise
+from ckptfsm.megatron.gate import GatedMemory
 from ckptfsm.megatron.image_part import Held, stage_images
 from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
@@ -90,7 +90,7 @@ class MegatronDraft:
     common_in_shard: bool
     templates: Templates | None
     copies: DeviceCopies
-    promise: Promise
+    promise: GatedMemory
     read_back: ReadBack
     held: Held = field(default_factory=Held)
 
@@ -172,7 +172,7 @@ class MegatronDriver:
         common_in_shard: bool = False,
         images: bool = False,
         copies: DeviceCopies | None = None,
-        promise: Promise | None = None,
+        promise: GatedMemory | None = None,
     ) -> None:
         self._rank, self._ranks = rank, ranks
         self._planner = Plans(files, common_in_shard)
@@ -180,7 +180,7 @@ class MegatronDriver:
         self._common_in_shard = common_in_shard
         self._templates = Templates() if images else None
         self._copies = copies or DeviceCopies()
-        self._promise = promise or Promise()
+        self._promise = promise or GatedMemory()
         self._sent = ""
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest

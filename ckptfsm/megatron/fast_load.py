@@ -350,7 +350,7 @@ def _load_part(
     if isinstance(state, PerRank):
         return _load_part(name, with_objects(state), directory, drop, full).get(WHOLE)
     state = with_objects(state)
-    strategy = Remaining(get_default_load_sharded_strategy(directory), full) if full else None
+    strategy = LoadTheRest(get_default_load_sharded_strategy(directory), full) if full else None
     try:
         return dist_checkpointing.load(
             _without(state, drop),
@@ -382,7 +382,7 @@ def _without(state: Any, drop: set[str]) -> Any:
     return state
 
 
-class Remaining:
+class LoadTheRest:
     """Megatron-core's ``LoadShardedStrategy`` for the values that are not filled yet.
 
     Everything but ``load`` is the strategy ``base``'s. The state is loaded as a flat dict, so that

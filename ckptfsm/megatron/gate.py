@@ -12,7 +12,7 @@ from ckptfsm.megatron.shared_memory import tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
 
 
-class Promise:
+class GatedMemory:
     """The memory that the trainer changes only after ``before_update`` has returned.
 
     ``everything`` once the trainer said so. Otherwise the memory of the attached optimizers: nothing
@@ -40,7 +40,7 @@ class Gate(ABC):
     """Base of the classes that have ``before_update``. Without an engine, writers are forked."""
 
     _engine: WriteEngine | None
-    _promise: Promise
+    _promise: GatedMemory
 
     @abstractmethod
     def before_update(self) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.notices import no_warning_is_an_error
-from ckptfsm.core.images import Copied, Image, Literal, Memory, Piece, Tail, image_of
+from ckptfsm.core.images import BlobTail, Copied, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.blobs import Templates
@@ -151,7 +151,7 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     else:
         lent = held.add(name, value, host)
         data = Memory(address, size, lent=lent, early=lent and held.may_change(value))
-    return [Literal(template.head), data, Tail(template.tail, template.patch)]
+    return [Literal(template.head), data, BlobTail(template.tail, template.patch)]
 
 
 def saved(value: Any) -> bytes:

@@ -112,7 +112,7 @@ class _Link:
         self._socket.close()
 
 
-class Inbox:
+class ReportServer:
     """The mailbox of rank 0. See ``ports.Mailbox``.
 
     Raises ``OSError`` unless an address of ``hosts`` belongs to this host.
@@ -292,12 +292,12 @@ def _seen(transport: Transport, step_s: float) -> list[str] | None:
     return [address for address in found if near or _is_distant(address)]
 
 
-def _made(hosts: list[str] | None, world_size: int) -> tuple[Inbox | None, str]:
+def _made(hosts: list[str] | None, world_size: int) -> tuple[ReportServer | None, str]:
     """The mailbox of rank 0, or the problem. Neither on the other ranks."""
     if hosts is None:
         return None, ""
     try:
-        return Inbox(hosts, world_size), ""
+        return ReportServer(hosts, world_size), ""
     except Exception as error:  # the others wait for the broadcast
         return None, describe(error)
 

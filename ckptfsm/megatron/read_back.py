@@ -106,7 +106,7 @@ class ReadBack:
                 where = f"{_words_of(place)} (key {value.key!r})"
                 raise _refusal(part, [Found(where, value.data, Misfit(said))])
         objects = [
-            (_Place(place, value.key, " (object {!r})"), value.data)
+            (_PathInState(place, value.key, " (object {!r})"), value.data)
             for place, value in written
             if isinstance(value, ShardedObject)
         ]
@@ -130,7 +130,11 @@ class ReadBack:
         )
 
     def _check(
-        self, part: str, leaves: Iterable[tuple[_Place | None, Any]], whole: Any, reader: Reader
+        self,
+        part: str,
+        leaves: Iterable[tuple[_PathInState | None, Any]],
+        whole: Any,
+        reader: Reader,
     ) -> None:
         """Raise unless ``reader`` could load ``whole``, which consists of ``leaves``."""
         seen = None
@@ -227,7 +231,7 @@ def _is_written(value: Any) -> bool:
     return isinstance(value, ShardedBase)
 
 
-class Probe:
+class _Unsafe:
     """A class that no safe global names."""
 
 
@@ -237,7 +241,7 @@ def _common_takes_anything() -> bool:
     Needs a few bytes in the temporary directory, or raises ``StorageError``.
     """
     probe = io.BytesIO()
-    torch.save(Probe(), probe)  # into a file, torch would hide the error of a full disk
+    torch.save(_Unsafe(), probe)  # into a file, torch would hide the error of a full disk
     try:
         with tempfile.TemporaryDirectory(prefix="ckptfsm-") as place:
             save_config(CheckpointingConfig("torch_dist", 1), place)
@@ -375,15 +379,15 @@ _WAYS: Mapping[str, str] = {
 # ---------------------------------------------------------------------------------------- words
 
 
-class _Place(NamedTuple):
+class _PathInState(NamedTuple):
     """A place in a state: a step from another place. Put into words only if it is told."""
 
-    before: _Place | None
+    before: _PathInState | None
     step: Any
     form: str = "[{!r}]"
 
 
-def _words_of(place: _Place | None) -> str:
+def _words_of(place: _PathInState | None) -> str:
     steps = []
     while place is not None:
         steps.append(place.form.format(place.step))
@@ -404,11 +408,11 @@ class _Walk:
     """
 
     part: str
-    plain: list[tuple[_Place | None, Any]] = dataclasses.field(default_factory=list)
-    sharded: list[tuple[_Place | None, ShardedBase]] = dataclasses.field(default_factory=list)
-    altered: list[tuple[_Place | None, type]] = dataclasses.field(default_factory=list)
+    plain: list[tuple[_PathInState | None, Any]] = dataclasses.field(default_factory=list)
+    sharded: list[tuple[_PathInState | None, ShardedBase]] = dataclasses.field(default_factory=list)
+    altered: list[tuple[_PathInState | None, type]] = dataclasses.field(default_factory=list)
 
-    def take(self, place: _Place | None, value: Any) -> int:
+    def take(self, place: _PathInState | None, value: Any) -> int:
         """Take a value apart. Returns the kinds of the values in it, as bits."""
         if isinstance(value, ShardedBase):
             self.sharded.append((place, value))
@@ -424,23 +428,25 @@ class _Walk:
         self.plain.append((place, value))
         return _PLAIN_KIND
 
-    def _take_dict(self, place: _Place | None, value: dict[Any, Any]) -> int:
+    def _take_dict(self, place: _PathInState | None, value: dict[Any, Any]) -> int:
         kinds = 0
         for key, child in value.items():
             if isinstance(child, (dict, list)) and not child:
                 if type(child) not in _KEPT:
-                    self.altered.append((_Place(place, key), type(child)))
+                    self.altered.append((_PathInState(place, key), type(child)))
                 child = {} if isinstance(child, dict) else []  # whatever class it has
-            kinds |= self.take(_Place(place, key), child)
+            kinds |= self.take(_PathInState(place, key), child)
             if type(key) not in (str, int):
-                self.plain.append((_Place(place, key, " key {!r}"), key))
+                self.plain.append((_PathInState(place, key, " key {!r}"), key))
         return kinds
 
-    def _take_list(self, place: _Place | None, value: list[Any]) -> int:
+    def _take_list(self, place: _PathInState | None, value: list[Any]) -> int:
         """Raises ``SaveRefused`` for a list that megatron-core would not put together again: it loads
         each kind of values as a list of its own, and merges these by position.
         """
-        kinds = {self.take(_Place(place, number), child) for number, child in enumerate(value)}
+        kinds = {
+            self.take(_PathInState(place, number), child) for number, child in enumerate(value)
+        }
         if len(kinds) > 1:
             where = _words_of(place)
             raise SaveRefused(
@@ -526,7 +532,7 @@ def _kind_of(tree: Any, kind: str) -> str:
     return kind if tree is None else "a dict"
 
 
-def _look(start: _Place | None, value: Any, reader: Reader) -> Found | None:
+def _look(start: _PathInState | None, value: Any, reader: Reader) -> Found | None:
     """The innermost value here that cannot be loaded; None if all can."""
     error = _problem(value, reader)
     if error is None:

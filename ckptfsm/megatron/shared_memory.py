@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckptfsm.adapters.segments import Segment, is_in_segment
+from ckptfsm.adapters.segments import SharedSegment, is_in_segment
 from ckptfsm.core.errors import ConfigError
 
 _ALIGNMENT = 4096  # of a storage in the segment: more than any kernel of torch asks for
@@ -44,7 +44,7 @@ def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def share(tensors: Iterable[torch.Tensor]) -> Segment | None:
+def share(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:
     """Move tensors on the CPU into one new segment, in place; None if there are none to move.
 
     Raises ``OSError`` if the kernel gives no such memory. Nothing is moved then.
@@ -57,7 +57,7 @@ def share(tensors: Iterable[torch.Tensor]) -> Segment | None:
     sizes = [group[0].untyped_storage().nbytes() for group in moved]
     if not moved:
         return None
-    segment = Segment(sum(map(_aligned, sizes)))
+    segment = SharedSegment(sum(map(_aligned, sizes)))
     start = 0
     for group, size in zip(moved, sizes, strict=True):
         _move(group, torch.frombuffer(segment.view(start, size), dtype=torch.uint8))

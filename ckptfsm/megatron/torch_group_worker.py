@@ -12,7 +12,7 @@ from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of, share_with
-from ckptfsm.megatron.gate import Gate, Promise
+from ckptfsm.megatron.gate import Gate, GatedMemory
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GroupWorker(BaseGroupWorker, Gate):
         self._engine = engine = (
             None if given else engine_of(config, _FINISHERS if _is_first() else ())
         )
-        self._promise = Promise()
+        self._promise = GatedMemory()
         super().__init__(ports_of(config, opener, staging, engine, self._promise), config)
         if engine is not None:
             engine.hear = self._one_call.hear_exit

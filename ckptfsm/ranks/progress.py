@@ -27,7 +27,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock
 from ckptfsm.core.progress import (
     Progress,
-    Ranks,
+    WritingRanks,
     ended_text,
     line_of,
     progress_of,
@@ -101,7 +101,7 @@ class ShowProgress:
         with self._lock:
             self._heard: set[ShardReported] = set()
             self._done: set[int] = set()
-            self._ranks, self._share = Ranks(ranks), share
+            self._ranks, self._share = WritingRanks(ranks), share
             self._began = self._next_s = self._clock.monotonic()
             self._line, self._of = self._open(), of
 
@@ -119,7 +119,7 @@ class ShowProgress:
             return
         self._heard.add(event)
         self._done.add(event.rank)
-        self._ranks = Ranks(
+        self._ranks = WritingRanks(
             self._ranks.count,
             len(self._done),
             self._ranks.durable_bytes + event.shard_bytes,

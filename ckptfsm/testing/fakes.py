@@ -436,7 +436,7 @@ class ShiftedClock(SystemClock):
         self._shift_s += seconds
 
 
-class Gate:
+class FifoGate:
     """Holds another process at a point until the test opens the gate, by a FIFO without sleeps.
 
     The child calls ``hold``, the test ``open``; an ``open`` without a waiting child is an error.

@@ -22,7 +22,7 @@ _STOCK_PART = ("state",)
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class AdoptedContents:
     """``bytes`` of all files; the names of the parts; when it was written, "" if nothing tells."""
 
     bytes: int
@@ -30,7 +30,7 @@ class Contents:
     written_at: str = ""
 
 
-def adopted_contents(storage: Storage, overview: Overview) -> Mapping[AttemptId, Contents]:
+def adopted_contents(storage: Storage, overview: Overview) -> Mapping[AttemptId, AdoptedContents]:
     """The contents of the adopted checkpoints; without those whose directory cannot be read."""
     found = {}
     for of, checkpoint in overview.ledger.checkpoints.items():
@@ -41,16 +41,18 @@ def adopted_contents(storage: Storage, overview: Overview) -> Mapping[AttemptId,
     return found
 
 
-def _contents_of(storage: Storage, overview: Overview, checkpoint: Checkpoint) -> Contents | None:
+def _contents_of(
+    storage: Storage, overview: Overview, checkpoint: Checkpoint
+) -> AdoptedContents | None:
     name = overview.layout.published_name(checkpoint.step)
     try:
         manifest = read_manifest(storage, name)
         if manifest is not None:
             parts = tuple(part.name for part in manifest.parts)
-            return Contents(sum(f.bytes for f in manifest.files), parts, manifest.written_at)
+            return AdoptedContents(sum(f.bytes for f in manifest.files), parts, manifest.written_at)
         size = sum(stat.size for _, stat in each_file(storage, name))
     except NewerSchema:
         raise
     except (DamagedRoot, FileNotFoundError):  # for the doctor to judge, or pruned meanwhile
         return None
-    return Contents(size, _STOCK_PART if overview.layout is MEGATRON else ())
+    return AdoptedContents(size, _STOCK_PART if overview.layout is MEGATRON else ())

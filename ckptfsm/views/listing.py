@@ -15,7 +15,7 @@ from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.overview import Overview
-from ckptfsm.views.adopted import Contents
+from ckptfsm.views.adopted import AdoptedContents
 from ckptfsm.views.timeline import clean, clip, format_duration, parse_time
 
 UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
@@ -27,7 +27,7 @@ _MIN_LAST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ListedStep:
     """A checkpoint in a list. ``age_s``: seconds since it entered its state, None if not known.
 
     An adopted checkpoint is as old as its manifest says. ``bytes`` is the size of its shards, or of
@@ -53,9 +53,9 @@ def rows_of(
     since: Mapping[AttemptId, str],
     now: float,
     jobs: Sequence[JobRecord] = (),
-    adopted: Mapping[AttemptId, Contents] = MappingProxyType({}),
+    adopted: Mapping[AttemptId, AdoptedContents] = MappingProxyType({}),
     damaged: Mapping[int, str] = MappingProxyType({}),
-) -> list[Row]:
+) -> list[ListedStep]:
     """The rows of a root, oldest step first. ``since``: when each attempt entered its state.
 
     ``now`` is in seconds since 1970. ``jobs`` are the records of jobs. ``adopted``: what the
@@ -80,7 +80,7 @@ def rows_of(
         step = overview.layout.parse_published(name)
         assert step is not None
         note = "see ckptfsm doctor"
-        rows.append(Row(step, UNKNOWN, "", None, 0, 0, (), (), note))
+        rows.append(ListedStep(step, UNKNOWN, "", None, 0, 0, (), (), note))
     return sorted(rows, key=lambda row: (row.step, row.attempt))
 
 
@@ -103,8 +103,8 @@ def missed_lines(overview: Overview, jobs: Sequence[JobRecord]) -> list[str]:
 
 def _row(
     overview: Overview, checkpoint: Checkpoint, age_s: float | None, reasons: tuple[str, ...]
-) -> Row:
-    return Row(
+) -> ListedStep:
+    return ListedStep(
         checkpoint.step,
         checkpoint.state.value,
         str(checkpoint.id),
@@ -118,7 +118,7 @@ def _row(
     )
 
 
-def _with_contents(row: Row, told: Contents, now: float) -> Row:
+def _with_contents(row: ListedStep, told: AdoptedContents, now: float) -> ListedStep:
     """The row of an adopted checkpoint, as old as its files where these tell when they were written."""
     written = _age(told.written_at, now)
     age_s = row.age_s if written is None else written
@@ -138,7 +138,7 @@ def _age(since: str, now: float) -> float | None:
     return None if when is None else max(0.0, now - when)
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[ListedStep]) -> list[dict[str, Any]]:
     """The rows as JSON takes them: it has no NaN and no infinity, so such a metric is None."""
     return [{**asdict(row), "metrics": _finite(row.metrics)} for row in rows]
 
@@ -147,7 +147,7 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if isfinite(value) else None for name, value in metrics.items()}
 
 
-def lines_of(rows: Sequence[Row], width: int) -> list[str]:
+def lines_of(rows: Sequence[ListedStep], width: int) -> list[str]:
     """The rows as lines of at most ``width`` characters, safe to print on a terminal."""
     cells: list[tuple[str, ...]] = [_HEADS, *(_cells(row) for row in rows)]
     left: tuple[bool, ...] = _LEFT
@@ -169,7 +169,7 @@ def lines_of(rows: Sequence[Row], width: int) -> list[str]:
     return lines
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ListedStep) -> tuple[str, ...]:
     reasons = ", ".join(row.kept_by)
     kept = f"{reasons}: {row.note}" if reasons and row.note else reasons or row.note
     return (

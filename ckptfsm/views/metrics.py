@@ -13,7 +13,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.metrics import Metric
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
-from ckptfsm.views.adopted import Contents
+from ckptfsm.views.adopted import AdoptedContents
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import parse_time, place
 
@@ -34,7 +34,7 @@ def metrics_of(
     now: float,
     free_bytes: int,
     jobs: Sequence[JobRecord] = (),
-    adopted: Mapping[AttemptId, Contents] = MappingProxyType({}),
+    adopted: Mapping[AttemptId, AdoptedContents] = MappingProxyType({}),
 ) -> list[Metric]:
     """The metrics of a root. ``now`` is in seconds since 1970.
 
@@ -65,7 +65,7 @@ def _latest(
     overview: Overview,
     lives: Sequence[Life],
     now: float,
-    adopted: Mapping[AttemptId, Contents],
+    adopted: Mapping[AttemptId, AdoptedContents],
 ) -> Iterator[Metric]:
     latest = overview.ledger.latest()
     if latest is None:

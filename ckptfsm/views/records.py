@@ -11,7 +11,7 @@ from ckptfsm.views.timeline import clean
 _NO_TIME = "-" * 23
 
 
-class Tail:
+class JournalTail:
     """Gives each record of a journal once, oldest first. ``step``: only this step's."""
 
     def __init__(self, storage: Storage, step: int | None = None) -> None:

@@ -28,6 +28,7 @@ from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.images import (
     CHUNK_BYTES,
+    BlobTail,
     Chunk,
     ChunkSource,
     Copied,
@@ -35,7 +36,6 @@ from ckptfsm.core.images import (
     Image,
     Memory,
     Slice,
-    Tail,
 )
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import Sent
@@ -102,7 +102,7 @@ class Sums:
             if isinstance(piece, (Memory, Copied)):
                 self._add_data(part, first=start == 0)
                 continue
-            if isinstance(piece, Tail):
+            if isinstance(piece, BlobTail):
                 if start == 0:
                     self._tail = piece.patch.applied(piece.data, self._crc)
                 part[:] = self._tail[start : start + length]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptfsm.adapters.host import processors, ranks_of_this_host
 from ckptfsm.adapters.memory import OwnMemory, take_now
-from ckptfsm.adapters.segments import Segment, Span, SpanReader
+from ckptfsm.adapters.segments import SharedSegment, Span, SpanReader
 from ckptfsm.adapters.shared_work import SharedWork
 from ckptfsm.core.images import Memory
 
@@ -62,7 +62,7 @@ class Arena:
     """
 
     def __init__(self, size: int) -> None:
-        self.segment = Segment(size)
+        self.segment = SharedSegment(size)
         self._owner = os.getpid()
         self._present = 0  # the bytes with pages
 

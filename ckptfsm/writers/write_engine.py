@@ -55,7 +55,7 @@ from typing import Literal
 from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Segment, is_in_segment
+from ckptfsm.adapters.segments import SharedSegment, is_in_segment
 from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
@@ -65,8 +65,14 @@ from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, frozen, ranges_of
-from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, Reading, WriteJob
-from ckptfsm.writers.write_process import Accepted, Hello, Order, Probe, remove_files
+from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, MemoryRoute, WriteJob
+from ckptfsm.writers.write_process import (
+    Hello,
+    OrderAccepted,
+    ProbeMemory,
+    WriteOrder,
+    remove_files,
+)
 
 log = logging.getLogger("ckptfsm")
 
@@ -111,7 +117,7 @@ class WriteEngine:
         self._greeted = False
         self._refused = ""
         self._gate = False
-        self._lent: list[Segment] = []
+        self._lent: list[SharedSegment] = []
         self._arena: Arena | None = None  # with no copy that is still read
         self._taking = threading.Lock()  # of the arena: agents end jobs on their threads
         self._running: weakref.WeakSet[WriteJob] = weakref.WeakSet()
@@ -138,7 +144,7 @@ class WriteEngine:
 
     def _ask(self, process: Spawned) -> None:
         at = ctypes.addressof(self._probe)
-        process.send(Probe(at, self._probe.raw, self._settings.imports))
+        process.send(ProbeMemory(at, self._probe.raw, self._settings.imports))
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -156,7 +162,7 @@ class WriteEngine:
         """True if another segment can be lent: a message has room for so many descriptors."""
         return len(self._lent) < _MOST_LENT
 
-    def lend(self, segment: Segment) -> None:
+    def lend(self, segment: SharedSegment) -> None:
         """Read the state that lies in this segment through its descriptor.
 
         The segment belongs to the engine now, and is closed with it.
@@ -224,7 +230,7 @@ class WriteEngine:
     def _is_lent(self, memory: Range) -> bool:
         return any(segment.holds(*memory) for segment in self._lent)
 
-    def _reading(self, job: RankJob, ranges: Sequence[Range]) -> Reading | None:
+    def _reading(self, job: RankJob, ranges: Sequence[Range]) -> MemoryRoute | None:
         """The way to the memory of a job; None if only a fork is left."""
         lent = ranges_of(job.memory, lent_only=True)
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
@@ -249,18 +255,18 @@ class WriteEngine:
             )
             self._say_once("gate_not_promised", said)
         segments = self._segments_of(ranges)
-        return Reading(buffers, lent=bool(lent), segments=segments, must_wait=bool(early))
+        return MemoryRoute(buffers, lent=bool(lent), segments=segments, must_wait=bool(early))
 
-    def _new_count(self) -> Segment | None:
+    def _new_count(self) -> SharedSegment | None:
         """A segment for the count of written bytes. A save goes on without one."""
         try:
-            return Segment(COUNT_BYTES)
+            return SharedSegment(COUNT_BYTES)
         except OSError as error:
             said = f"the bytes that are written are not counted: {describe(error)}"
             self._say_once("no_progress", said, error=describe(error))
             return None
 
-    def _segments_of(self, ranges: Iterable[Range]) -> tuple[Segment, ...]:
+    def _segments_of(self, ranges: Iterable[Range]) -> tuple[SharedSegment, ...]:
         return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
 
     def _from_arena(
@@ -269,7 +275,7 @@ class WriteEngine:
         ranges: Sequence[Range],
         lent: Sequence[Range],
         buffers: int,
-    ) -> Reading | None:
+    ) -> MemoryRoute | None:
         """Copy some of the ranges. Those that are ``lent`` and not copied wait for the gate."""
         size = arena_bytes(copied)
         for killed in [each for each in self._running if each.killed]:
@@ -301,7 +307,7 @@ class WriteEngine:
             self._say_once("engine_refused", said, reason=self._refused)
         others = sorted(set(ranges).difference(copied))
         kept = set(others).intersection(lent)
-        return Reading(
+        return MemoryRoute(
             buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
             lent=bool(kept),
             segments=self._segments_of(others),
@@ -311,7 +317,7 @@ class WriteEngine:
         )
 
     def _ordered(
-        self, order: Order, storage: Storage, reading: Reading, deadline: float
+        self, order: WriteOrder, storage: Storage, reading: MemoryRoute, deadline: float
     ) -> tuple[Spawned | None, BaseException | None]:
         """A process that has begun the job, perhaps the second one; None if only a fork is left.
 
@@ -341,19 +347,25 @@ class WriteEngine:
             remove_files(storage, order.job)  # the fork creates them exclusively, too
         return None, None
 
-    def _begun(self, process: Spawned, order: Order, fds: Sequence[int], deadline: float) -> str:
+    def _begun(
+        self, process: Spawned, order: WriteOrder, fds: Sequence[int], deadline: float
+    ) -> str:
         """Let the process begin the job. Returns the reason why it did not, or ""."""
         try:
             process.send(order.packed(), fds)
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
-        return "" if isinstance(answer, Accepted) else problem or f"it answered {answer}"
+        return "" if isinstance(answer, OrderAccepted) else problem or f"it answered {answer}"
 
-    def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
+    def _give(
+        self, process: Spawned, order: WriteOrder, storage: Storage, reading: MemoryRoute
+    ) -> None:
         process.send(order.packed(), _descriptors(storage, reading))
 
-    def _begin_again(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
+    def _begin_again(
+        self, order: WriteOrder, storage: Storage, reading: MemoryRoute
+    ) -> Spawned | None:
         """Another process with the order of one that is dead; None if that has put a receipt.
 
         Does not wait for the process. Raises ``OSError``.
@@ -464,9 +476,9 @@ class WriteEngine:
             return "the writer is forked"
         return "save waits until the writer has read the state"
 
-    def _order(self, storage: Storage, job: RankJob, reading: Reading) -> Order:
+    def _order(self, storage: Storage, job: RankJob, reading: MemoryRoute) -> WriteOrder:
         settings = self._settings
-        return Order(
+        return WriteOrder(
             storage.root,
             job.bound(None),
             reading.buffer_bytes,
@@ -529,7 +541,7 @@ def _share(deadline: float, *, last: bool) -> float:
     return deadline if last else now + (deadline - now) / 3
 
 
-def _descriptors(storage: Storage, reading: Reading) -> list[int]:
+def _descriptors(storage: Storage, reading: MemoryRoute) -> list[int]:
     """The descriptors that travel with an order."""
     counts = () if reading.count is None else (reading.count,)
     segments = (*reading.sources, *counts)

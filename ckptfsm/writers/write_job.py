@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.adapters.segments import Segment, Span
+from ckptfsm.adapters.segments import SharedSegment, Span
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import WriterDied, describe
 from ckptfsm.core.ports import ChildError, Outcome, RankJob
 from ckptfsm.writers.trainers_memory import Arena
-from ckptfsm.writers.write_process import Accepted, Confirm, Done, Ended, Taken
+from ckptfsm.writers.write_process import Confirm, Done, JobEnded, OrderAccepted, Taken
 
 log = logging.getLogger("ckptfsm")
 
@@ -26,7 +26,7 @@ _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MemoryRoute:
     """The way in which the process gets the memory of a job.
 
     ``lent``: the trainer can change some of the memory that the process reads. ``copies`` tell the
@@ -37,15 +37,15 @@ class Reading:
 
     buffer_bytes: int
     lent: bool
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[SharedSegment, ...] = ()
     arena: Arena | None = None
     whole: bool = False
     must_wait: bool = False
     copies: Sequence[Span] = ()
-    count: Segment | None = None
+    count: SharedSegment | None = None
 
     @property
-    def sources(self) -> tuple[Segment, ...]:
+    def sources(self) -> tuple[SharedSegment, ...]:
         """The segments that the process needs."""
         return self.segments if self.arena is None else (self.arena.segment, *self.segments)
 
@@ -56,7 +56,7 @@ class Reading:
         lent = (each for n, s in enumerate(self.segments) for each in self._around(s, first + n))
         return (*self.copies, *lent)
 
-    def _around(self, segment: Segment, number: int) -> Iterator[Span]:
+    def _around(self, segment: SharedSegment, number: int) -> Iterator[Span]:
         """The spans of a segment, without the places of which there are copies."""
         start, end = segment.address, segment.address + segment.size
         for copy in sorted(self.copies):
@@ -68,7 +68,7 @@ class Reading:
             yield Span(start, end - start, number, start - segment.address)
 
 
-class Engine(Protocol):
+class ProcessPool(Protocol):
     """The engine as a job sees it: it takes the process and the arena back."""
 
     def take_back(self, process: Spawned, inconsiderate: str) -> None: ...
@@ -89,10 +89,10 @@ class WriteJob:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ProcessPool,
         process: Spawned,
         job: RankJob,
-        reading: Reading,
+        reading: MemoryRoute,
         *,
         later: Callable[[], object] | None = None,
         again: Callable[[], Spawned | None] | None = None,
@@ -221,9 +221,9 @@ class WriteJob:
             elif isinstance(message, Done):
                 self._end(Outcome(0, message.payload, complete=True))
                 self._engine.take_back(self._process, message.inconsiderate)
-            elif isinstance(message, Ended):
+            elif isinstance(message, JobEnded):
                 self._failure = Outcome(1, error=message.error)
-            elif isinstance(message, Accepted):
+            elif isinstance(message, OrderAccepted):
                 self._begun, self._begin_by = True, None
         # After it was listened to: that sends the rest of an order to a process that reads.
         late = self._begin_by is not None and time.monotonic() > max(

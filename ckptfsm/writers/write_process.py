@@ -35,7 +35,7 @@ from ckptfsm.writers.rank_writer import write_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeMemory:
     """Asks whether the process serves, first of all and before a job: ``content`` lies at ``address``.
 
     ``imports`` are modules that jobs need beside this package's.
@@ -48,13 +48,13 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The answer to ``Probe``: "", or the reason why the trainer's memory cannot be read."""
+    """The answer to ``ProbeMemory``: "", or the reason why the trainer's memory cannot be read."""
 
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WriteOrder:
     """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
     If the written bytes are ``counted``, the descriptor of their count comes last.
@@ -86,7 +86,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class PackedOrder:
-    """An ``Order`` on its way, with all that its descriptors are read by."""
+    """An ``WriteOrder`` on its way, with all that its descriptors are read by."""
 
     root: str
     order: bytes
@@ -95,8 +95,8 @@ class PackedOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The answer to ``Order``: the job begins now."""
+class OrderAccepted:
+    """The answer to ``WriteOrder``: the job begins now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobEnded:
     """The job failed, and the process ends."""
 
     error: ChildError
@@ -143,18 +143,18 @@ class Server:
         while listening:
             listening, messages = channel.receive(None)
             for message in messages:
-                if isinstance(message, Probe):
+                if isinstance(message, ProbeMemory):
                     channel.send(Hello(self._problem_of(message)))
                     threading.Thread(
                         target=_import_all, args=(message.imports,), daemon=True
                     ).start()
                 elif isinstance(message, PackedOrder):
-                    channel.send(Accepted())
+                    channel.send(OrderAccepted())
                     self._begin(message, channel.take_fds())
                 elif isinstance(message, Confirm):
                     self._confirmed.set()
 
-    def _problem_of(self, probe: Probe) -> str:
+    def _problem_of(self, probe: ProbeMemory) -> str:
         """Try to read the trainer's memory. Yama, seccomp or another user may forbid it."""
         found = bytearray(len(probe.content))
         try:
@@ -195,13 +195,13 @@ class Server:
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
             told = ChildError(describe(error), words, getattr(error, "kind", ""))
-            self._trainer.channel.send(Ended(told))
+            self._trainer.channel.send(JobEnded(told))
             os._exit(1)
         self._trainer.channel.send(Done(payload, self._inconsiderate))
 
     def _write(
         self,
-        order: Order,
+        order: WriteOrder,
         segments: Descriptors,
         confirmed: threading.Event,
         count: SharedCount | None,

@@ -38,7 +38,7 @@ from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
-from ckptfsm.testing.fakes import FakeDriver, FakeRequest, Gate, ShiftedClock, fake_ports
+from ckptfsm.testing.fakes import FakeDriver, FakeRequest, FifoGate, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -352,7 +352,7 @@ class LiveStep:
 class HeldPart(PartJob):
     """A part whose writer waits at a gate before its first byte."""
 
-    def __init__(self, part: PartJob, gate: Gate) -> None:
+    def __init__(self, part: PartJob, gate: FifoGate) -> None:
         self.name, self.directory = part.name, part.directory
         self._part, self._gate = part, gate
 
@@ -375,7 +375,7 @@ class RealTrainer(Player):
         super().__init__()
         self.request = request
         self.root = root / "root"
-        self.gate: Gate | None = None
+        self.gate: FifoGate | None = None
         self.hold = hold
         self.driver = driver or FakeDriver()
         self.clock = ShiftedClock()
@@ -416,7 +416,7 @@ class RealTrainer(Player):
 
     def save(self, step: int) -> None:
         self.live.value = step
-        self.gate = Gate(self.root.parent / f"gate-{step}") if self.hold else None
+        self.gate = FifoGate(self.root.parent / f"gate-{step}") if self.hold else None
         parts = {"state": self.request or self.state}
         self.handle = self.manager.save(self.live, parts=parts)  # type: ignore[arg-type]
 

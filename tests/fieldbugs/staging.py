@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ckptfsm.core.ports import Storage
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from fieldbugs.model import Action
 from fieldbugs.player import LIMIT_S, Player
@@ -83,13 +83,13 @@ class StagesTogether(Player):
         self.directory = directory
         self.memory = torch.zeros(1, dtype=torch.int64).share_memory_()
         self.queue = AsyncCallsQueue(writer_timeout_s=LIMIT_S)
-        self.gates: dict[int, Gate] = {}
+        self.gates: dict[int, FifoGate] = {}
         self.written_steps: list[int] = []
         self.finalized: list[int] = []
 
     def save(self, step: int) -> None:
         self.memory.fill_(step)
-        self.gates[step] = Gate(self.directory / f"gate-{step}")
+        self.gates[step] = FifoGate(self.directory / f"gate-{step}")
         request = SimpleNamespace(
             async_fn=partial(_write, self.gates[step], self._path(step)),
             async_fn_args=(self.memory,),
@@ -137,7 +137,7 @@ class StagesTogether(Player):
             assert self.holds(step) == str(step), f"I5: {step} holds {self.holds(step)}"
 
 
-def _write(gate: Gate, path: Path, memory: Any) -> None:
+def _write(gate: FifoGate, path: Path, memory: Any) -> None:
     gate.hold()
     written = path.with_suffix(".part")
     written.write_text(str(int(memory)))

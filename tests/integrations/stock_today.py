@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
@@ -56,7 +56,7 @@ class Held:
     """An ``async_fn`` that waits at a gate first, and does not outlive the test."""
 
     inner: Any
-    gate: Gate
+    gate: FifoGate
 
     def __call__(self, *arguments: Any, **keywords: Any) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -65,7 +65,7 @@ class Held:
             self.inner(*arguments, **keywords)
 
 
-def kill_at(gate: Gate, process: Any) -> None:
+def kill_at(gate: FifoGate, process: Any) -> None:
     """Send SIGKILL to a writer that stands at its gate."""
     held = gate.reached(WAIT_S)
     os.kill(process.pid, signal.SIGKILL)

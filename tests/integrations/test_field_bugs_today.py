@@ -47,7 +47,7 @@ from stock_today import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 
 pytest_plugins = ("stock_today",)  # its fixtures
 GONE = "gone: mend tests/fieldbugs/today.py"
@@ -75,7 +75,7 @@ def test_requests_in_flight_together_swap_their_results(
 ) -> None:
     """Catches: a release in which results find their request (megatron-results). Today, if the
     second of two requests is written first, both are finalized, and neither can be loaded."""
-    of, gate = made_by(maker), Gate(tmp_path / "gate")
+    of, gate = made_by(maker), FifoGate(tmp_path / "gate")
     queue = of.queue()
     first, second = of.request(tmp_path / "1", 1), of.request(tmp_path / "2", 2, rows=8)
     queue.schedule_async_request(first._replace(async_fn=Held(first.async_fn, gate)))
@@ -95,7 +95,7 @@ def test_a_killed_temporal_writer_counts_as_done(made_by: Any, tmp_path: Path, m
     """Catches: a release in which the queue looks at exit codes (megatron-temporal). Today the
     finalizers of a bare request run after a SIGKILL; those of a real save fail at the first, for
     want of a result."""
-    of, gate, ran = made_by(maker), Gate(tmp_path / "gate"), []
+    of, gate, ran = made_by(maker), FifoGate(tmp_path / "gate"), []
     queue = of.queue()
     queue.schedule_async_request(of.bare(Held(None, gate), partial(ran.append, "finalized")))
     kill_at(gate, process_of(queue))
@@ -121,7 +121,7 @@ def test_a_killed_persistent_worker_is_polled_without_an_end(
     """Catches: a release in which the queue sees that its worker is gone (megatron-6970). Today
     a poll finds the call in flight. A poll that blocks has not ended after 1000 looks, which are
     100 s."""
-    of, gate, looks = made_by(maker), Gate(tmp_path / "gate"), iter(range(1000))
+    of, gate, looks = made_by(maker), FifoGate(tmp_path / "gate"), iter(range(1000))
     queue = of.queue(persistent=True)
     queue.schedule_async_request(of.bare(Held(None, gate)))
     kill_at(gate, process_of(queue))
@@ -147,7 +147,7 @@ def test_untold_results_of_an_abandoned_queue_finalize_a_call_of_the_next(
     share worker and answers. The next queue takes the answer to an older call for that to its
     first call, which is still being written."""
     of, ran = made_by("mcore"), []
-    before, now = Gate(tmp_path / "before"), Gate(tmp_path / "now")
+    before, now = FifoGate(tmp_path / "before"), FifoGate(tmp_path / "now")
     of.queue(persistent=True).schedule_async_request(of.bare(Held(None, before)))
     queue = of.queue(persistent=True)
     queue.schedule_async_request(of.bare(Held(None, now), partial(ran.append, "finalized")))
@@ -167,7 +167,7 @@ def test_the_trainer_holds_the_staged_copy_while_the_writer_runs(
     """Catches: a release in which the trainer gives its copy back once it has forked
     (verl-4638-memory). Today the first to give the copy back is the poll that finds the writer
     done."""
-    of, gate, staged = made_by("mcore"), Gate(tmp_path / "gate"), [torch.zeros(4)]
+    of, gate, staged = made_by("mcore"), FifoGate(tmp_path / "gate"), [torch.zeros(4)]
     copy, queue = weakref.ref(staged[0]), of.queue()
     request = of.bare(Held(None, gate), arguments=(0, None, None))
     queue.schedule_async_request(request._replace(preload_fn=staged.pop))
@@ -194,7 +194,7 @@ def test_staging_memory_is_used_again_under_a_slow_writer(
     ``cpu_shm_mode`` is drained first, if it is the newest."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    of, gate = made_by("nvrx"), Gate(tmp_path / "gate")
+    of, gate = made_by("nvrx"), FifoGate(tmp_path / "gate")
     queue = of.queue(persistent=how != "temporal")
     if how == "with a second queue":
         of.queue(persistent=True)

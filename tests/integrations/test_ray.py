@@ -26,7 +26,7 @@ from ckptfsm.core.errors import ConfigError, SaveFailed, WriterDied
 from ckptfsm.core.events import Failed
 from ckptfsm.integrations.ray import RayController
 from ckptfsm.integrations.verl.workers import RayCalls
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 
 pytestmark = pytest.mark.integration
 
@@ -204,14 +204,14 @@ def begin(local_ray: None, tmp_path: Path) -> Iterator[Callable[..., RayControll
 TIMES = {"answer_timeout_s": 0.2, "writer_timeout_s": 20.0, "exit_timeout_s": 0.2}
 
 
-def slow(gate: Gate, how: str = "reports") -> Any:
+def slow(gate: FifoGate, how: str = "reports") -> Any:
     return ray.remote(Slow).options(num_cpus=0).remote(gate.path, how)
 
 
 @pytest.mark.parametrize("how", ["reports", "raises"])
 def test_a_late_report_of_a_write_still_counts(begin: Any, tmp_path: Path, how: str) -> None:
     """Catches: the answer of a slow write thrown away: its save fails only at the deadline."""
-    gate = Gate(tmp_path / "go")
+    gate = FifoGate(tmp_path / "go")
     controller = begin(slow(gate, how))
     handle = controller.save(10)
     gate.open()
@@ -221,10 +221,10 @@ def test_a_late_report_of_a_write_still_counts(begin: Any, tmp_path: Path, how: 
 
 def test_actors_that_are_replaced_are_lost(begin: Any, tmp_path: Path) -> None:
     """Catches: a save that waits for the writers of dead actors until its deadline."""
-    controller = begin(slow(Gate(tmp_path / "never")))
+    controller = begin(slow(FifoGate(tmp_path / "never")))
     handle = controller.save(10)
     ray.kill(controller._actors["actor"][0])
-    controller.replace("actor", [slow(Gate(tmp_path / "go"))])
+    controller.replace("actor", [slow(FifoGate(tmp_path / "go"))])
     with pytest.raises(SaveFailed, match="worker 0 of group 'actor' is dead: replaced"):
         handle.wait()
     with pytest.raises(ConfigError, match="there is no group 'critic'"):
@@ -237,7 +237,7 @@ def interrupt(*ignored: Any) -> Any:
 
 def test_a_worker_that_cannot_be_called_fails_its_save_at_once(begin: Any, tmp_path: Path) -> None:
     """Catches: Ctrl-C between two calls: an attempt without a writer, which stops the next one."""
-    gate = Gate(tmp_path / "go")
+    gate = FifoGate(tmp_path / "go")
     no_call = SimpleNamespace(remote=interrupt)
     silent = SimpleNamespace(remote=lambda doomed: ray.put([]))
     controller = begin(slow(gate), SimpleNamespace(write=no_call, poll=silent))
@@ -250,7 +250,7 @@ def test_a_worker_that_cannot_be_called_fails_its_save_at_once(begin: Any, tmp_p
 
 def test_actors_without_the_methods_are_refused(begin: Any, tmp_path: Path) -> None:
     """Catches: a wrong name that is found at the first save."""
-    actor = slow(Gate(tmp_path / "go"))
+    actor = slow(FifoGate(tmp_path / "go"))
     with pytest.raises(ConfigError, match="actor 0 of 'actor' has no method 'writes'"):
         begin(actor, write="writes")
     controller = begin(actor)

@@ -49,7 +49,7 @@ from ckptfsm.integrations.verl import install, install_in_verl, retention_of
 from ckptfsm.integrations.verl import rank_manager as manager_module
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 
 pytestmark = pytest.mark.megatron
 NEW = tuple(map(int, version("verl").split(".")[:2])) >= (0, 9)  # three trees, not one
@@ -390,7 +390,7 @@ def test_a_worker_killed_between_actor_and_critic(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def another_driver(job: Job, *gates: Gate) -> Iterator[subprocess.Popen[str]]:
+def another_driver(job: Job, *gates: FifoGate) -> Iterator[subprocess.Popen[str]]:
     """A driver in a separate process, made to be killed: see ``verl_job``."""
     here = str(Path(__file__).parent)
     words = [job.server.directory, job.place, *(gate.path for gate in gates)]
@@ -421,7 +421,7 @@ def test_a_killed_driver_is_followed_by_one_that_goes_on(job: Job) -> None:
     """Catches: a SIGKILL after which a run begins from zero, or from the save that was in
     flight. Also: a root that the dead driver's workers and writers hold; a writer that outlived
     the driver and is counted as ours."""
-    at_writer, at_step = Gate(job.place / "at-writer"), Gate(job.place / "at-step")
+    at_writer, at_step = FifoGate(job.place / "at-writer"), FifoGate(job.place / "at-step")
     with contextlib.ExitStack() as opened:
         driver = opened.enter_context(another_driver(job, at_writer, at_step))
         writing = at_writer.reached(LIMIT_S)

@@ -167,7 +167,7 @@ MUTANTS = (
     mutant(
         "a-dead-writer-is-used-again",
         "writers.write_engine:WriteEngine._begun",
-        'return "" if isinstance(answer, Accepted) else problem or f"it answered {answer}"',
+        'return "" if isinstance(answer, OrderAccepted) else problem or f"it answered {answer}"',
         'return ""',
         breaks="I4",
         source="F1",

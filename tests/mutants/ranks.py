@@ -711,7 +711,7 @@ FIELD = (
     ),
     mutant(
         "a-port-that-stays-open-with-a-child",
-        "megatron.mailbox:Inbox.close",
+        "megatron.mailbox:ReportServer.close",
         "self._listener.shutdown(socket.SHUT_RDWR)",
         "pass",
         breaks="F29",
@@ -742,7 +742,7 @@ FIELD = (
     ),
     mutant(
         "silent-strangers-take-all-descriptors",
-        "megatron.mailbox:Inbox.collect",
+        "megatron.mailbox:ReportServer.collect",
         "while len(waiting) > _MOST_WAITING:",
         "while False:",
         breaks="F30",

@@ -27,7 +27,7 @@ import pytest
 from ckptfsm.adapters import fork as processes
 from ckptfsm.adapters.fork import Child, _ask_kernel, children_of, fork_child
 from ckptfsm.core.ports import ChildError, Outcome
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20.0
@@ -274,7 +274,7 @@ def test_a_signal_without_a_name():
 
 def test_poll_never_blocks_and_wait_is_bounded(tmp_path: Path):
     """I10. Catches: a training step that waits for a writer."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     child = fork_child(gate.hold, keep=(), group=True)
     assert child.poll() is None
     assert child.wait(0.01) is None
@@ -287,7 +287,7 @@ def test_poll_never_blocks_and_wait_is_bounded(tmp_path: Path):
 def test_F1_kill_takes_the_grandchildren_too(tmp_path: Path):
     """Catches: a worker of a killed writer that goes on writing into the attempt's files."""
     read_end, write_end = os.pipe()
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
 
     def job() -> None:
         for _ in range(2):
@@ -311,7 +311,7 @@ def test_F1_kill_takes_the_grandchildren_too(tmp_path: Path):
 def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
     """Catches: a hang without an explanation: was it the disk, or a lock?"""
     read_end, write_end = os.pipe()
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
 
     def job() -> None:
         worker = os.fork()
@@ -442,7 +442,7 @@ def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.Monke
 
 def test_a_thread_that_ended_hides_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Catches: the watch over a writer's workers, ended by a thread that ended while it looked."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     child = fork_child(gate.hold, keep=(), group=True)
     ended_thread = threading.Thread(target=int)
     ended_thread.start()
@@ -461,7 +461,7 @@ def test_a_thread_that_ended_hides_no_child(tmp_path: Path, monkeypatch: pytest.
 def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
     """F13. Catches: a worker that outlives its writer and writes late."""
     read_end, write_end = os.pipe()
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
 
     def job() -> str:
         if os.fork() == 0:
@@ -552,7 +552,7 @@ def test_F29_a_child_whose_trainer_died_before_it_could_ask_ends(monkeypatch: py
 
 def test_F29_a_child_outlives_the_thread_that_forked_it(tmp_path: Path):
     """Catches: a writer killed because a helper thread of the trainer ended."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     made: list[Child] = []
     read_end, write_end = os.pipe()
 
@@ -579,7 +579,7 @@ def test_F29_a_child_outlives_the_thread_that_forked_it(tmp_path: Path):
 
 def test_F29_a_child_does_not_hold_a_listening_socket(tmp_path: Path):
     """Catches: EADDRINUSE in the restarted job, because a writer still has the rendezvous port."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen()

@@ -19,7 +19,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports
+from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports
 
 SIGNALS = """
 import os, signal, sys
@@ -66,7 +66,7 @@ def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
 def test_F13_a_process_that_the_trainer_forks_leaves_its_saves_alone(does: str, tmp_path: Path):
     """Found by attack. Catches: a child of the trainer that leaves through the ``with`` block, and
     kills its parent's writer, or hangs there."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     driver = FakeDriver()
     driver.before_write = gate.hold
     manager = Manager(fake_ports(tmp_path / "root", driver=driver), make_config(QUICK))

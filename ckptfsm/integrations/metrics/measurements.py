@@ -22,7 +22,7 @@ _Counts = Mapping[Family, Mapping[str, float]]  # the inner key is a label's val
 
 
 @dataclass(slots=True)
-class _Flight:
+class _SaveInFlight:
     """A save in flight: the states that it entered, with the times in seconds since 1970."""
 
     entered: list[tuple[State, float]]
@@ -30,7 +30,7 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedSave:
     """A save that ``record`` ended: tracked, failed or withdrawn.
 
     ``states`` has each state of its flight, and when that was entered and left. ``stall_s`` is None
@@ -48,7 +48,7 @@ class Measurements:
     """The metrics of one process since ``began``, in seconds since 1970."""
 
     def __init__(self, began: float) -> None:
-        self._flights: dict[AttemptId, _Flight] = {}
+        self._flights: dict[AttemptId, _SaveInFlight] = {}
         self._counts: _Counts = {f: {"": 0.0} for f in (names.STALL, names.TRACKED, names.UNPOLLED)}
         self._latest_step: int | None = None
         self._latest: tuple[Metric, ...] = ()
@@ -56,11 +56,11 @@ class Measurements:
         self._tracked_at: float | None = None
         self._began = began
 
-    def take(self, record: TransitionRecord) -> Ended | None:
+    def take(self, record: TransitionRecord) -> EndedSave | None:
         """Take a record. Returns the save that it ends, if any."""
         at = _seconds(record.at)
         if record.dest is State.REQUESTED and at is not None:
-            self._flights[record.of] = _Flight([(State.REQUESTED, at)])
+            self._flights[record.of] = _SaveInFlight([(State.REQUESTED, at)])
             return None
         flight = self._flights.get(record.of)
         if flight is not None:  # a clock that was set back gives no negative time
@@ -96,7 +96,9 @@ class Measurements:
         since = self._began if tracked_at is None else tracked_at
         return [*found, names.LATEST_AGE.of(max(0.0, now - since))]
 
-    def _ended(self, record: TransitionRecord, flight: _Flight | None, at: float | None) -> Ended:
+    def _ended(
+        self, record: TransitionRecord, flight: _SaveInFlight | None, at: float | None
+    ) -> EndedSave:
         entered = flight.entered if flight is not None else []
         spans = tuple((state, start, stop) for (state, start), (_, stop) in pairwise(entered))
         latest: tuple[Metric, ...] = ()
@@ -111,7 +113,7 @@ class Measurements:
         if stall_s is not None:
             self._stall = (names.LATEST_STALL.of(stall_s),)
             latest = (*latest, *self._stall)
-        return Ended(record, spans, stall_s, (*self._counters(), *latest))
+        return EndedSave(record, spans, stall_s, (*self._counters(), *latest))
 
     def _stalled(self, step: int, seconds: float) -> tuple[Metric, ...]:
         self._count(names.STALL, by=seconds)

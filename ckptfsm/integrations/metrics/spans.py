@@ -8,7 +8,7 @@ from opentelemetry.context import Context
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.notes import Meter, Note
-from ckptfsm.integrations.metrics.measurements import Ended, Measurements
+from ckptfsm.integrations.metrics.measurements import EndedSave, Measurements
 
 
 class CheckpointSpans(Meter):
@@ -30,7 +30,7 @@ class CheckpointSpans(Meter):
     def note(self, note: Note) -> None:
         self._measurements.note(note)
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: EndedSave) -> None:
         record, states = ended.record, ended.states
         attributes: dict[str, str | int | float] = {
             "ckptfsm.step": record.step,

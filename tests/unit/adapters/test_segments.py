@@ -10,20 +10,20 @@ import os
 import pytest
 
 from ckptfsm.adapters.memory import OwnMemory
-from ckptfsm.adapters.segments import Descriptors, Segment, Span, SpanReader, is_in_segment
+from ckptfsm.adapters.segments import Descriptors, SharedSegment, Span, SpanReader, is_in_segment
 
 SIZE = 3 * 4096 + 7
 
 
 @pytest.fixture
 def segment():
-    made = Segment(SIZE)
+    made = SharedSegment(SIZE)
     made.view(0, SIZE)[:] = bytes(i % 251 for i in range(SIZE))
     yield made
     made.close()
 
 
-def reader_of(segment: Segment) -> SpanReader:
+def reader_of(segment: SharedSegment) -> SpanReader:
     spans = [Span(segment.address, segment.size, 0, 0)]
     return SpanReader(spans, Descriptors([segment.fileno()]).take, OwnMemory())
 
@@ -95,6 +95,6 @@ def test_a_segment_keeps_its_size(segment):
 
 def test_a_segment_that_is_forgotten_leaves_no_descriptor():
     """Catches: a job that runs out of descriptors, an arena at a time."""
-    fd = Segment(SIZE).fileno()
+    fd = SharedSegment(SIZE).fileno()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

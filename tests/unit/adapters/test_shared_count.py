@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ckptfsm.adapters.fork import fork_child
-from ckptfsm.adapters.segments import Segment
+from ckptfsm.adapters.segments import SharedSegment
 from ckptfsm.adapters.shared_count import CELLS, COUNT_BYTES, SharedCount
 
 
@@ -32,7 +32,7 @@ def test_processes_and_their_threads_add_to_one_count():
 
 def test_a_descriptor_leads_to_the_same_count():
     """Catches: a process of the engine that counts where nobody reads; a descriptor that is kept."""
-    segment = Segment(COUNT_BYTES)
+    segment = SharedSegment(COUNT_BYTES)
     ours = SharedCount.of_segment(segment)
     fd = os.dup(segment.fileno())
     theirs = SharedCount.of_descriptor(fd)

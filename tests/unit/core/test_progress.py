@@ -6,7 +6,7 @@ import pytest
 
 from ckptfsm.core.progress import (
     Progress,
-    Ranks,
+    WritingRanks,
     ended_text,
     line_of,
     progress_of,
@@ -78,7 +78,7 @@ def test_durations(seconds, text):
 
 
 def test_a_line_has_bar_percent_bytes_rate_rest_and_ranks():
-    found = line_of(100, progress_of(2 * GB, 8 * GB, 2.0), Ranks(8, 3), 100)
+    found = line_of(100, progress_of(2 * GB, 8 * GB, 2.0), WritingRanks(8, 3), 100)
     assert found == (
         "saving step 100  #####...............  25%  2.0 GB of 8.0 GB  1.0 GB/s  6.0 s left  3/8 ranks"
     )
@@ -89,36 +89,36 @@ def test_a_line_fits_its_terminal(width):
     """Catches: a line that wraps, of which each picture leaves a copy on the terminal."""
     most = progress_of(999 * GB, 1998 * GB, 3000.0)
     for progress in (most, progress_of(5, None, 1.0), None):
-        found = line_of(12_345_678, progress, Ranks(4096, 4000), width)
+        found = line_of(12_345_678, progress, WritingRanks(4096, 4000), width)
         assert len(found) < width
         assert found.startswith("saving step 12345"[: width - 1])
 
 
 def test_at_80_columns_the_bar_shrinks_and_all_figures_stay():
     """Catches: figures that are cut off for the sake of the bar."""
-    found = line_of(100, progress_of(GB, 2 * GB, 1.0), Ranks(8, 3), 80)
+    found = line_of(100, progress_of(GB, 2 * GB, 1.0), WritingRanks(8, 3), 80)
     assert "#" in found
     assert found.endswith("3/8 ranks")
 
 
 def test_a_line_without_a_total_or_a_share():
-    assert line_of(5, progress_of(5 * 10**6, None, 1.0), Ranks(1), 80) == (
+    assert line_of(5, progress_of(5 * 10**6, None, 1.0), WritingRanks(1), 80) == (
         "saving step 5  5.0 MB  5.0 MB/s"
     )
-    assert line_of(5, None, Ranks(2, 1), 80) == "saving step 5  1/2 ranks"
+    assert line_of(5, None, WritingRanks(2, 1), 80) == "saving step 5  1/2 ranks"
 
 
 def test_the_last_lines():
     """Catches: a slowest rank of one, and a rate of no time."""
-    ranks = Ranks(8, 8, 16 * GB, 3, 2.0)
+    ranks = WritingRanks(8, 8, 16 * GB, 3, 2.0)
     assert tracked_text(7, ranks) == (
         "step 7 saved: 16.0 GB in 2.0 s (8.0 GB/s), rank 3 was the last of 8"
     )
-    assert tracked_text(7, Ranks(1, 1, 5 * 10**6, 0, 0.0)) == "step 7 saved: 5.0 MB in 0.0 s"
-    assert ended_text(7, "failed", progress_of(GB, 2 * GB, 2.0), Ranks(2, 1)) == (
+    assert tracked_text(7, WritingRanks(1, 1, 5 * 10**6, 0, 0.0)) == "step 7 saved: 5.0 MB in 0.0 s"
+    assert ended_text(7, "failed", progress_of(GB, 2 * GB, 2.0), WritingRanks(2, 1)) == (
         "step 7 failed after 2.0 s, 1.0 GB of rank 0 were written, 1 of 2 ranks were durable"
     )
-    assert ended_text(7, "failed", None, Ranks(1)) == "step 7 failed"
+    assert ended_text(7, "failed", None, WritingRanks(1)) == "step 7 failed"
 
 
 def test_words_for_the_line_of_a_trainer():

@@ -33,7 +33,7 @@ from ckptfsm.disk.ownership import (
     open_root,
     read_holder,
 )
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
@@ -514,7 +514,7 @@ def asked_elsewhere(root: Path) -> tuple[str, int]:
     return fork_child(lambda: try_open(root), keep=(), group=True).wait(WAIT_S).payload
 
 
-def owner(root: Path, gate: Gate) -> Child:
+def owner(root: Path, gate: FifoGate) -> Child:
     """A process that owns the root until the gate opens."""
     read_end, write_end = os.pipe()
 
@@ -533,7 +533,7 @@ def owner(root: Path, gate: Gate) -> Child:
 
 def test_F12_another_process_is_refused(tmp_path: Path):
     """Catches: a lock that only works within one process."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     child = owner(tmp_path / "root", gate)
     assert asked_elsewhere(tmp_path / "root") == ("busy", child.pid)
     gate.open()
@@ -543,7 +543,7 @@ def test_F12_another_process_is_refused(tmp_path: Path):
 
 def test_F29_a_killed_owner_leaves_the_root_free(tmp_path: Path):
     """Catches: a lock that outlives its process."""
-    child = owner(tmp_path / "root", Gate(tmp_path / "gate"))
+    child = owner(tmp_path / "root", FifoGate(tmp_path / "gate"))
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait(WAIT_S).exitcode == -signal.SIGKILL
     assert asked_elsewhere(tmp_path / "root") == ("open", 2)
@@ -551,7 +551,7 @@ def test_F29_a_killed_owner_leaves_the_root_free(tmp_path: Path):
 
 def test_F29_a_forked_child_holds_nothing(tmp_path: Path):
     """Catches: a writer that keeps its dead trainer's root busy."""
-    root, gate = tmp_path / "root", Gate(tmp_path / "gate")
+    root, gate = tmp_path / "root", FifoGate(tmp_path / "gate")
     storage = PosixStorage(root)
     lease = open_root(storage, this_process())
     writer = fork_child(gate.hold, keep=storage.descriptors(), group=True)

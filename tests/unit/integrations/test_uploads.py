@@ -27,7 +27,7 @@ from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.testing.fakes import Gate, fake_ports
+from ckptfsm.testing.fakes import FifoGate, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FilesDriver
 
@@ -54,7 +54,7 @@ class Failing(DirectoryMirror):
 class Held(DirectoryMirror):
     """A remote place that is slow until it is let go."""
 
-    gate: Gate
+    gate: FifoGate
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         self.gate.hold()
@@ -134,7 +134,7 @@ def test_I7_a_persons_pin_outlives_an_upload(start):
 
 def test_I7_a_step_is_kept_while_it_is_uploaded_and_not_longer(start, tmp_path):
     """Catches: a copy of half a step; a step that is kept for ever because it was uploaded once."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     job = start(Held(str(tmp_path / "there"), gate))
     job.save(1)
     job.poll()
@@ -304,7 +304,7 @@ def test_failed_uploads_at_the_end_are_one_warning_where_failures_are(start, tmp
 
 def test_an_end_that_came_too_early_names_the_steps_without_a_copy(start, tmp_path):
     """Catches: leases that stay; a child that outlives its run."""
-    held = Held(str(tmp_path / "there"), Gate(tmp_path / "gate"))
+    held = Held(str(tmp_path / "there"), FifoGate(tmp_path / "gate"))
     job = start(held, retention=KeepAll(), close_timeout_s=0.3)
     job.save(1)
     job.save(2)
@@ -441,7 +441,7 @@ def test_a_step_that_is_saved_anew_during_its_upload_has_a_copy_of_its_own(
 ):
     """Catches: an upload that is struck off because one of the same number runs: the remote step is
     missing, or that of the abandoned branch, without a word."""
-    remote, gate = DirectoryMirror(str(tmp_path / "there")), Gate(tmp_path / "gate")
+    remote, gate = DirectoryMirror(str(tmp_path / "there")), FifoGate(tmp_path / "gate")
     job = start(remote, retention=KeepAll())
     job.save(1)
     job.wait()
@@ -467,7 +467,7 @@ def test_a_step_that_is_saved_anew_during_its_upload_has_a_copy_of_its_own(
 
 def test_the_upload_of_a_step_left_by_a_rollback_does_not_fail(start, tmp_path):
     """Catches: a training that ends because what it left itself could not be copied."""
-    job = start(Held(str(tmp_path / "there"), Gate(tmp_path / "gate")), retention=KeepAll())
+    job = start(Held(str(tmp_path / "there"), FifoGate(tmp_path / "gate")), retention=KeepAll())
     job.save(1)
     job.save(2)
     job.uploads.noted.remove(1)

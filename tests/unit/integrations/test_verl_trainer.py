@@ -31,7 +31,7 @@ from ckptfsm.integrations.verl.trainer import Checkpoints, Options
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
-from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports
+from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports
 
 
 class Conf(dict):
@@ -171,8 +171,8 @@ def test_F5_verl_goes_on_while_the_tracker_is_blocked(run: Run, asynchronous: bo
 class Held(DirectoryMirror):
     """A remote place that is slow until it is let go; ``reached`` says that an upload waits there."""
 
-    gate: Gate
-    reached: Gate
+    gate: FifoGate
+    reached: FifoGate
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         self.reached.hold()
@@ -211,7 +211,7 @@ def test_a_failed_upload_at_the_end_gives_the_root_back(run):
 
 def test_an_upload_that_does_not_end_gives_the_root_back(run, tmp_path):
     """Catches: an upload that goes on in a child of a run that has ended."""
-    held = Held(str(run.there), Gate(tmp_path / "gate"), Gate(tmp_path / "reached"))
+    held = Held(str(run.there), FifoGate(tmp_path / "gate"), FifoGate(tmp_path / "reached"))
     checkpoints = run.start(held, settings={**SETTINGS, "close_timeout_s": 2.0})
     save(checkpoints, 1)
     checkpoints.poll(wait=True)
@@ -241,7 +241,7 @@ def full(*ignored: Any) -> None:
 
 def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
     """Catches: a copy, in its final place, of a step that never was."""
-    held = Held(str(run.there), Gate(tmp_path / "gate"), Gate(tmp_path / "reached"))
+    held = Held(str(run.there), FifoGate(tmp_path / "gate"), FifoGate(tmp_path / "reached"))
     checkpoints = run.start(held, "before")
     save(checkpoints, 1)
     checkpoints.poll()

@@ -13,7 +13,7 @@ from ckptfsm.core.errors import StorageError
 from ckptfsm.core.layout import PRIVATE, begun_name
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.megatron.fence import stay_out_once_fenced
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 
 
 def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Path):
@@ -22,7 +22,7 @@ def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Pa
     over them."""
     directory = tmp_path / "iter_0000006"
     begin(directory, 1)
-    gate, storage = Gate(tmp_path / "gate"), PosixStorage(tmp_path)
+    gate, storage = FifoGate(tmp_path / "gate"), PosixStorage(tmp_path)
 
     def write() -> None:
         stay_out_once_fenced(storage, "iter_0000006")

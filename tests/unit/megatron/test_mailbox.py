@@ -19,7 +19,7 @@ from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, Writ
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import OneRank
 from ckptfsm.megatron import mailbox
-from ckptfsm.megatron.mailbox import Inbox, Outbox, encoded, mailbox_of, sealed, unsealed
+from ckptfsm.megatron.mailbox import Outbox, ReportServer, encoded, mailbox_of, sealed, unsealed
 from ckptfsm.testing.fakes import run_ranks
 
 WAIT_S = 15.0
@@ -33,24 +33,24 @@ SECRET = b"s" * 32
 
 
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    made = Inbox(["127.0.0.1"], 3)
+def inbox() -> Iterator[ReportServer]:
+    made = ReportServer(["127.0.0.1"], 3)
     yield made
     made.close()
 
 
-def outbox_of(inbox: Inbox, rank: int = 1) -> Outbox:
+def outbox_of(inbox: ReportServer, rank: int = 1) -> Outbox:
     return Outbox(rank, inbox.address)
 
 
-def stranger(inbox: Inbox, message: bytes = b"") -> socket.socket:
+def stranger(inbox: ReportServer, message: bytes = b"") -> socket.socket:
     """A connection of a stranger, who has said something."""
     link = socket.create_connection((inbox.address.host, inbox.address.port))
     link.sendall(message)
     return link
 
 
-def collected(inbox: Inbox, number: int) -> list[Event]:
+def collected(inbox: ReportServer, number: int) -> list[Event]:
     found: list[Event] = []
     deadline = time.monotonic() + WAIT_S
     while len(found) < number and time.monotonic() < deadline:
@@ -200,7 +200,7 @@ def test_rank_0_listens_at_one_address_of_its_host():
 def test_all_ranks_have_a_mailbox_on_loopback():
     """Catches: a job on a single host that needs a name of it, or that strangers can reach."""
     boxes = run_ranks(3, partial(mailbox_of, exchange_timeout_s=60.0))
-    assert [type(box) for box in boxes] == [Inbox, Outbox, Outbox]
+    assert [type(box) for box in boxes] == [ReportServer, Outbox, Outbox]
     assert boxes[0].address.host == "127.0.0.1"
     boxes[2].post([WriterForked(OF, 2, 3)])
     assert collected(boxes[0], 1) == [WriterForked(OF, 2, 3)]

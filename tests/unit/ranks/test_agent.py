@@ -18,7 +18,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ports import Mailbox, OneRank
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.fakes import FakeDriver, FifoGate, ThreadTransport, fake_ports, run_ranks
 
 WAIT_S = 15.0
 
@@ -82,7 +82,7 @@ def test_a_save_of_one_rank_is_tracked_without_a_round(tmp_path):
 @pytest.mark.parametrize("killed", [False, True])
 def test_reports_that_come_by_both_ways_are_no_warning(tmp_path, caplog, killed):
     """Found by attack. Catches: two warnings of rejected reports in the log of each save."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     settings = {"before_write": gate.hold if killed else None, "on_failure": "warn"}
     with manager_of(tmp_path / "root", OneRank(), **settings) as manager:
         handle = manager.save(1, {"w": 1})
@@ -134,7 +134,7 @@ def test_without_its_mailbox_a_rank_reports_in_rounds(tmp_path, caplog):
 
 def test_a_failure_is_raised_by_poll(tmp_path):
     """Catches: an error that the agent has seen, and no call of the trainer raises."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     with manager_of(tmp_path / "root", OneRank(), before_write=gate.hold) as manager:
         handle = manager.save(1, {"w": 1})
         assert manager._participant.reports.writer.process.kill(WAIT_S)

@@ -29,7 +29,7 @@ from managers import (
 )
 
 from ckptfsm.adapters.clock import SystemClock
-from ckptfsm.adapters.executor import Promise
+from ckptfsm.adapters.executor import WorkResult
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
@@ -55,7 +55,7 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.tickets import GroupPart
-from ckptfsm.testing.fakes import FakeDraft, Gate, fake_ports
+from ckptfsm.testing.fakes import FakeDraft, FifoGate, fake_ports
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.plain_files import FileTree
 from ckptfsm.writers.rank_writer import RankWriter, launch_forked
@@ -385,7 +385,7 @@ def test_F13_the_writer_of_a_failed_attempt_is_ended(tmp_path):
     """Catches: a writer that is reported gone, and writes on."""
     job = GroupJob(tmp_path, SIZES)
     save = job.begin(10)
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     job.groups["actor"].drivers[0].before_write = gate.hold
     job.write(save, "actor")
     writer = job.groups["actor"].workers[0]._writer
@@ -404,7 +404,7 @@ def test_the_writer_of_a_failed_attempt_is_gone_before_the_next_one_starts(tmp_p
     """Catches: a host that is ended because two saves of one worker have their copies at once."""
     job = GroupJob(tmp_path, {"actor": 1})
     worker, driver = job.groups["actor"].workers[0], job.groups["actor"].drivers[0]
-    driver.before_write = Gate(tmp_path / "gate").hold
+    driver.before_write = FifoGate(tmp_path / "gate").hold
     job.write(job.begin(10))
     first = worker._writer
     job.controller.abandon()
@@ -578,16 +578,16 @@ def test_F27_a_lease_without_a_waiter_is_given_back(tmp_path, monkeypatch, end):
     """Catches: a checkpoint that is kept for as long as the job runs, as its lease is unknown."""
     job = GroupJob(tmp_path, SIZES)
     job.save(10).handle.wait()
-    struck: list[Promise[Any]] = []
-    wait = Promise.exception
+    struck: list[WorkResult[Any]] = []
+    wait = WorkResult.exception
 
-    def interrupted(promise: Promise[Any], timeout: float | None = None) -> BaseException | None:
+    def interrupted(promise: WorkResult[Any], timeout: float | None = None) -> BaseException | None:
         if timeout is not None and promise in (struck or [promise]):
             struck.append(promise)
             raise end
         return wait(promise, timeout)
 
-    monkeypatch.setattr(Promise, "exception", interrupted)
+    monkeypatch.setattr(WorkResult, "exception", interrupted)
     raised = DeadlineExceeded if end is FutureTimeout else end
     with pytest.raises(raised), job.controller.reading(10):
         pass

@@ -82,7 +82,7 @@ from ckptfsm.testing.fakes import (
     FakeDraft,
     FakeDriver,
     FakeRequest,
-    Gate,
+    FifoGate,
     ShiftedClock,
     ThreadTransport,
     fake_ports,
@@ -174,7 +174,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 
 def test_a_save_is_acknowledged_only_once_it_is_tracked(run: Run):
     """I2. Catches: ``latest_step`` or a handle that counts a save before its tracker is durable."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     manager = run.open()
     handle = manager.save(5, weights(5))
@@ -194,7 +194,7 @@ def test_a_save_is_acknowledged_only_once_it_is_tracked(run: Run):
 
 def test_the_state_is_frozen_by_the_fork(run: Run):
     """Catches: a writer that sees what training changed after ``save`` returned."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     manager = run.open()
     state = weights(1)
@@ -346,9 +346,9 @@ def test_a_view_is_quiet_only_when_the_coordinator_says_so(run: Run):
 # ------------------------------------------------------------------------------------ on_busy
 
 
-def held(run: Run, **settings) -> tuple[Manager, Gate]:
+def held(run: Run, **settings) -> tuple[Manager, FifoGate]:
     """A manager with a save of step 1 that stays in flight until the gate is opened."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     manager = run.open(**settings)
     manager.save(1, weights(1))
@@ -550,7 +550,7 @@ def test_F5_a_save_becomes_blocked_while_another_waits(broken: Broken):
     has begun."""
     run = broken.run
     manager = run.saved(1, storage=broken.storage, on_failure="warn")
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     second = manager.save(2, weights(2))
     run.driver.before_write = None
@@ -1124,7 +1124,7 @@ def test_rollback_moves_later_steps_to_quarantine(run: Run):
 
 def test_rollback_refusals(run: Run):
     """Catches: going back to nothing, or while a save is in flight."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     manager = run.saved(1, 2)
     with pytest.raises(StepNotFoundError):
         manager.rollback(7)
@@ -1503,7 +1503,7 @@ def test_F25_leaving_in_order_drains(run: Run):
 
 def test_F25_leaving_with_an_exception_abandons(run: Run):
     """Catches: an exit that hangs in a collective, hides the error, or leaves the writer behind."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     with pytest.raises(KeyError, match="the trainer's own"), run.open() as manager:
         handle = manager.save(1, weights(1))
@@ -1559,7 +1559,7 @@ def test_F25_every_rank_leaves_and_the_save_is_finished(run: Run):
 def test_F25_a_loss_is_said_when_leaving_and_when_starting(run: Run):
     """Catches: a save that was thrown away without a word."""
     run.saved(1).close()
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     said = "step 2 was in flight when its manager was left, and is lost: its writer had not ended"
     with (
@@ -1707,7 +1707,7 @@ def test_F25_a_wait_that_retries_has_one_deadline(run: Run, monkeypatch):
 
 def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
     """Catches: training that goes on for ever without a checkpoint."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     manager = run.open(writer_timeout_s=100.0)
     handle = manager.save(1, weights(1))
@@ -2028,7 +2028,7 @@ def test_F12_a_takeover_fences_the_first(run: Run):
 
 def test_F12_fenced_with_a_save_in_flight(run: Run):
     """F13. Catches: a zombie that publishes over, or tracks instead of, the new owner."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     first = run.saved(1, hooks=())
     run.driver.before_write = gate.hold
     handle = first.save(2, weights(2))
@@ -2470,7 +2470,7 @@ def test_open_storage_is_called_once_per_rank_with_its_role(run: Run):
 def test_an_error_behind_the_launch_ends_the_writer(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Catches: a writer that lives on with a state which its trainer let go of, and that is taken for
     good when the manager is left."""
-    gate = Gate(run.root.parent / "gate")
+    gate = FifoGate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     manager = run.open()
 

@@ -12,7 +12,7 @@ from ckptfsm.core.notes import Meter, Note, Refused, Stalled, Unpolled
 from ckptfsm.core.ports import Outcome, RankJob, Storage
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import Gate, ShiftedClock, fake_ports
+from ckptfsm.testing.fakes import FifoGate, ShiftedClock, fake_ports
 from ckptfsm.writers.plain_files import FilesDriver
 
 
@@ -130,7 +130,7 @@ def test_a_refused_save_is_told_by_its_kind(tmp_path, heard):
 
 def test_a_save_that_is_not_polled_is_told(tmp_path, heard):
     """Catches: a warning that only the log has."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     manager = opened(tmp_path, heard, settings={"poll_warning_steps": 5})
     manager._ports.driver.before_write = gate.hold
     manager.save(10, weights(10))

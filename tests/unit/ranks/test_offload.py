@@ -16,7 +16,7 @@ from ckptfsm.core.events import Failed
 from ckptfsm.core.ports import OffloadHook
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.fakes import FakeDriver, FifoGate, ThreadTransport, fake_ports, run_ranks
 
 QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
 TEMPLATE = {"where": None}
@@ -126,7 +126,7 @@ def test_offload_runs_when_the_save_does_not_begin(alone: Running, call: str):
 
 def test_the_hook_is_called_once_per_save_that_begins(tmp_path: Path):
     """Catches: gigabytes moved for a save that is skipped."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     running = Running(tmp_path / "root", on_busy="skip")
     running.driver.before_write = gate.hold
     first = running.save(1)

@@ -22,7 +22,7 @@ from ckptfsm.core.progress import Progress, progress_of
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.progress import ShowProgress
 from ckptfsm.ranks.tickets import GroupPart
-from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports, run_ranks
+from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports, run_ranks
 from ckptfsm.testing.harness import SimClock
 
 OF = AttemptId(7, 1, 1)
@@ -78,7 +78,7 @@ def record(dest: State, source: State = State.FINALIZED) -> TransitionRecord:
 
 def test_the_handle_tells_bytes_while_the_writer_writes(tmp_path):
     """Catches: a progress that is there only when the save is over."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     root = tmp_path / "root"
     with manager_of(root, before_write=gate.hold, expected=10_000) as manager:
         handle = manager.save(1, parts={"notes": b"n" * 5000, "state": {"w": 1}})
@@ -287,7 +287,7 @@ def test_the_agent_draws_while_the_trainer_computes(tmp_path, monkeypatch):
     line, drawn = Line(), threading.Event()
     draw = line.draw
     monkeypatch.setattr(line, "draw", lambda text: (draw(text), drawn.set()))
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     with manager_of(tmp_path / "root", mailbox=OneRank(), before_write=gate.hold) as manager:
         manager._participant.show._open = lambda: line
         handle = manager.save(1, {"w": 1})

@@ -20,7 +20,7 @@ from ckptfsm.core.layout import staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Launch, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import make_dirs
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.simfs import SimDisk, SimStorage
@@ -154,7 +154,7 @@ def test_a_process_that_begins_again_counts_anew(storage, engine, monkeypatch):
 def test_a_forked_writer_counts_while_it_writes(storage, tmp_path):
     """Catches: a count in memory that the fork has copied."""
     memory, part = state()
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
 
     def hold(at: int, method: str, path: str) -> None:
         if method == "open_exclusive" and path.endswith("notes.txt"):

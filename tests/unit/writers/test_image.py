@@ -21,7 +21,17 @@ from hypothesis import strategies as st
 from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.blob import Patch
-from ckptfsm.core.images import Chunk, Copied, Image, Literal, Memory, Piece, Slice, Tail, image_of
+from ckptfsm.core.images import (
+    BlobTail,
+    Chunk,
+    Copied,
+    Image,
+    Literal,
+    Memory,
+    Piece,
+    Slice,
+    image_of,
+)
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, RankJob
@@ -68,7 +78,7 @@ def expected(pieces: Sequence[Piece], contents: Sequence[bytes]) -> bytes:
         if isinstance(piece, Memory):
             data = waiting.pop(0)
             found += data
-        elif isinstance(piece, Tail):
+        elif isinstance(piece, BlobTail):
             found += piece.patch.applied(piece.data, zlib.crc32(data))
         else:
             found += piece.data
@@ -92,10 +102,10 @@ def some_file(trainer: Trainer) -> Image:
         [
             Literal(b"head"),
             first,
-            Tail(TAIL, PATCH),
+            BlobTail(TAIL, PATCH),
             Literal(b"x" * 5000),
             second,
-            Tail(TAIL, PATCH),
+            BlobTail(TAIL, PATCH),
         ],
     )
 
@@ -122,7 +132,7 @@ def test_any_pieces_in_any_chunks(contents, cuts):
     trainer = Trainer(*contents)
     pieces: list[Piece] = []
     for memory in trainer.pieces:
-        pieces += [Literal(b"h" * cuts), memory, Tail(TAIL, PATCH)]
+        pieces += [Literal(b"h" * cuts), memory, BlobTail(TAIL, PATCH)]
     image = image_of("f", pieces)
     disk = SimStorage(SimDisk(), "p1")
     with pytest.MonkeyPatch.context() as patch:
@@ -192,7 +202,7 @@ def test_a_concurrent_source_gives_the_same_file(tmp_path):
     size = 3 * images.CHUNK_BYTES + 17
     contents = bytes(range(251)) * (size // 251), b"z" * size
     trainer = Trainer(*contents)
-    parts = [[image_of(f"{i}", [p, Tail(TAIL, PATCH)]) for i, p in enumerate(trainer.pieces)]]
+    parts = [[image_of(f"{i}", [p, BlobTail(TAIL, PATCH)]) for i, p in enumerate(trainer.pieces)]]
     source, taken = prefetched(trainer, parts, buffers=2)
     part = ImagePart("state", "", tuple(parts[0])).bound(source)
     storage = PosixStorage(tmp_path)
@@ -308,7 +318,9 @@ def test_a_thread_that_cannot_be_started_is_no_hang(monkeypatch, buffers):
 def test_a_second_reading_finds_a_change(changed):
     """Catches: a change that torch does not count, in a checkpoint that is taken for good."""
     trainer, calls = Trainer(b"a" * 100, b"b" * (2 * images.CHUNK_BYTES)), []
-    image = image_of("0", [Literal(b"x"), trainer.pieces[0], Tail(TAIL, PATCH), trainer.pieces[1]])
+    image = image_of(
+        "0", [Literal(b"x"), trainer.pieces[0], BlobTail(TAIL, PATCH), trainer.pieces[1]]
+    )
     buffers = Buffers(memoryview(bytearray(3 * images.CHUNK_BYTES)))  # all are full
 
     class Changing:
@@ -458,7 +470,7 @@ def test_copied_data_has_its_checksum(before):
     """Catches: a small tensor's blob with the checksum of no data, or of the one before it."""
     storage, trainer = SimStorage(SimDisk(), "p1"), Trainer(b"x" * before)
     small = bytes(range(100))
-    pieces = [*trainer.pieces, Tail(TAIL, PATCH), Copied(small), Tail(TAIL, PATCH)]
+    pieces = [*trainer.pieces, BlobTail(TAIL, PATCH), Copied(small), BlobTail(TAIL, PATCH)]
     entry = write_image(storage, "", image_of("f", pieces), InlineChunks(trainer))
     tails = [PATCH.applied(TAIL, zlib.crc32(data)) for data in (b"x" * before, small)]
     wanted = b"x" * before + tails[0] + small + tails[1]

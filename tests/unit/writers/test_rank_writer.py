@@ -24,7 +24,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import FileStat, PartJob, RankJob, Written
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.testing.fakes import FakeShard, Gate
+from ckptfsm.testing.fakes import FakeShard, FifoGate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.harness import FakePart, SimClock
 from ckptfsm.testing.simfs import SimDisk, SimStorage
@@ -360,7 +360,7 @@ def test_exit_code_and_payload_without_a_receipt_is_a_failure(root: Path, what: 
 
 def test_a_receipt_without_an_exit_is_not_enough(root: Path, tmp_path: Path):
     """Catches: a shard counted while its writer still writes the next part."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     parts = (FakePart("a", "", 0, content()), FakeShard("b", "b", 0, {"w": 1}, gate.hold))
     writer = fork(root, job(*parts))
     assert ends(writer) == []
@@ -370,7 +370,7 @@ def test_a_receipt_without_an_exit_is_not_enough(root: Path, tmp_path: Path):
 
 def test_I10_a_writer_that_misses_its_deadline(root: Path, tmp_path: Path):
     """Catches: a hang without end; a writer that goes on after it was given up."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)), deadline=100.0)
     assert ends(writer, 99.9) == []
     (event,) = ends(writer, 100.0)
@@ -385,7 +385,7 @@ def test_I10_a_writer_that_misses_its_deadline(root: Path, tmp_path: Path):
 
 def test_a_killed_writer_reports_nothing_any_more(root: Path, tmp_path: Path):
     """Catches: a second verdict on an attempt that has failed already."""
-    gate = Gate(tmp_path / "gate")
+    gate = FifoGate(tmp_path / "gate")
     writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)))
     assert writer.wait(SystemClock(), 0.01) is False
     assert writer.kill(WAIT_S) is True

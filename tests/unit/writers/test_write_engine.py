@@ -28,7 +28,7 @@ from ckptfsm.adapters import memory, shared_work, spawn
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Segment, Span
+from ckptfsm.adapters.segments import SharedSegment, Span
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.images import Literal, Memory, image_of
@@ -42,12 +42,12 @@ from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
-from ckptfsm.writers.write_job import Reading, WriteJob
+from ckptfsm.writers.write_job import MemoryRoute, WriteJob
 from ckptfsm.writers.write_process import (
-    Accepted,
     Hello,
+    OrderAccepted,
     PackedOrder,
-    Probe,
+    ProbeMemory,
     Taken,
     _await_word,
     populate,
@@ -313,7 +313,7 @@ def dies(monkeypatch):
             doomed.append(process)
 
     def of_the_dead(process: Spawned, timeout_s: float) -> object:
-        return Accepted() if process in doomed else next_message(process, timeout_s)
+        return OrderAccepted() if process in doomed else next_message(process, timeout_s)
 
     monkeypatch.setattr(Spawned, "send", last_message)
     monkeypatch.setattr(Spawned, "next_message", of_the_dead)
@@ -464,7 +464,7 @@ def second_save(used: WriteEngine, storage, root: Path, *parts) -> RankWriter:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("message", [Probe, PackedOrder])
+@pytest.mark.parametrize("message", [ProbeMemory, PackedOrder])
 @pytest.mark.parametrize("size", [1, 4 * MIB])
 def test_F1_a_process_that_does_not_serve_has_a_successor(
     engine, storage, root, monkeypatch, caplog, how, message, size
@@ -1208,7 +1208,7 @@ class Told:
 def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     """Catches: a trainer that changes its state while the writer reads it."""
     process = Told(Hello(""), Taken())
-    written = WriteJob(engine(), process, job(State().part()), Reading(0, lent=True))
+    written = WriteJob(engine(), process, job(State().part()), MemoryRoute(0, lent=True))
     assert [written.holds_copy for _ in range(3)] == [False, True, True]
 
 
@@ -1437,7 +1437,7 @@ class InSegment:
     """State of the trainer in a segment of the engine."""
 
     def __init__(self, engine: WriteEngine, size: int = 9 * MIB) -> None:
-        self.segment = Segment(size)
+        self.segment = SharedSegment(size)
         self.segment.view(0, size)[:] = bytes([66]) * size
         engine.lend(self.segment)
 
