@@ -12,7 +12,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test gate lint docs site bench bench-peers clean specs proof soak mutmut test-integrations try
+.PHONY: demo quick test tests sample gate gate-tests layers lint docs site bench bench-peers clean specs proof soak mutmut test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -22,21 +22,29 @@ quick: $(STAMP)
 	$(PYTEST) tests/house tests/unit tests/histories -m "not gate and not megatron"
 
 test: $(STAMP)
-	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory lint tests sample
+
+tests: $(STAMP)
 	$(PYTEST) -m "not gate"
+
+sample: $(STAMP)
 	$(PROOF) --profile sample
 
 # What `make test` leaves out; the layers run whole here.
 gate: $(STAMP)
-	$(MAKE) --no-print-directory $(SITE_STAMP)
+	$(MAKE) --no-print-directory gate-tests layers
+
+gate-tests: $(SITE_STAMP)
 	$(PYTEST) -m gate
+
+layers: $(STAMP)
 	$(PROOF) --profile pr
 
 # Other versions of megatron-core and of the trainers, each in its own environment. ONLY="ray verl": the
 # targets with these words in their names. The newest need python3.12; COMPLETE=1: it must be there.
-# WRITE=1: the table of README.md.
+# WRITE=1: the table of README.md. DUE=1: those of each change, and those whose integration has changed.
 test-integrations: $(STAMP)
-	$(BIN)/python tests/integrations/run.py $(ONLY) $(if $(WRITE),--write) $(if $(COMPLETE),--complete)
+	$(BIN)/python tests/integrations/run.py $(ONLY) $(if $(WRITE),--write) $(if $(DUE),--due) $(if $(COMPLETE),--complete)
 
 # What breaks with a new release: `make try CORE=0.20.0`, also TORCH=, NVRX=.
 try: $(STAMP)

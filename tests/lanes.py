@@ -1,4 +1,4 @@
-"""The lane of a test: `make quick`, `make test` or `make gate`.
+"""The lane of a test: `make quick`, `make test` or `make gate`; and the seconds of lanes, for `.ci/run`.
 
 A test belongs to `make gate` if it repeats, with more examples, something that a cheaper test or a
 sample of a layer shows too. Each line says which examples stay in `make test`. All other tests run
@@ -7,8 +7,11 @@ there; those of the library itself (tests/unit, tests/histories, tests/house) al
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 # The name of a test, and the parameters (a regular expression) that stay in `make test`; "" if none.
@@ -52,3 +55,11 @@ def is_for_gate(name: str) -> bool:
         return False
     stays = GATE[function]
     return not (stays and re.search(stays, parameters.rstrip("]")))
+
+
+def note(lane: str, wall_s: float | None = None, processor_s: float = 0.0) -> None:
+    """Tell `.ci/run`, if that runs us, that a part of a lane begins, or what it took in the end."""
+    if told := os.environ.get("CKPTFSM_SECONDS"):
+        took = [] if wall_s is None else [round(wall_s, 1), round(processor_s, 1)]
+        with Path(told).open("a") as file:
+            file.write(json.dumps([lane, *took]) + "\n")
