@@ -1,13 +1,18 @@
 """Runs the tests that need other packages, or other versions of them: ``make test-integrations``.
 
-Each target has a separate virtual environment below ``build/integrations``, which borrows
-everything else (torch, pytest) from a base. The base is the environment that runs this, or, for
-another Python, an environment made once for all targets of that Python. A version that cannot be
+Each target has a separate virtual environment, which borrows everything else (torch, pytest) from a
+base. The base is the environment that runs this, or, for another Python, an environment made once for
+all targets of that Python. Environments are kept for all clones, by what they hold: below
+``$CKPTFSM_ENVIRONMENTS``, or ``ckptfsm-integrations`` of the user's cache. A version that cannot be
 installed is an error. A Python that is not on this machine leaves its targets out, with a message.
 
     python tests/integrations/run.py [WORD ...]      the targets with a WORD in their names
 
     python tests/integrations/run.py --write         all, and the table in README.md from the results
+
+    python tests/integrations/run.py --due           what each change runs: the oldest and the newest of
+        each trainer, without the tests of stock code, and all targets of which ``ran.json`` does not say
+        that they ran with the integrations and tests as they are
 
     python tests/integrations/run.py --try NAME=VERSION ...    the newest targets with other versions
 
@@ -18,6 +23,8 @@ is left out. megatron-core before 0.16 needs NumPy 1.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -25,14 +32,25 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACE = ROOT / "build" / "integrations"
+sys.path.append(str(ROOT / "tests"))
+
+from lanes import note  # noqa: E402
+
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+PLACE = Path(os.environ.get("CKPTFSM_ENVIRONMENTS") or _CACHE / "ckptfsm-integrations")
+WHOLE = ".installed"  # written into an environment when it is made, and touched when it is used
+UNUSED_DAYS = 30  # after which an environment is removed
+LOGS = ROOT / "build" / "integrations"
 RAN = ROOT / "tests" / "integrations" / "ran.json"
 CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
@@ -71,6 +89,7 @@ NEWER_TESTS = (
     "tests/unit/disk/test_stock.py",
     "tests/unit/adapters/test_versions.py",
 )
+# Of stock code alone: a change of ours cannot break them.
 TODAY_TESTS = ("tests/integrations/test_field_bugs_today.py",)
 NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
 LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
@@ -140,6 +159,7 @@ NVRX_ANYWHERE = (
 class Target:
     """An environment and the tests that run in it.
 
+    ``always``: each change runs it, because it is the oldest or the newest of its trainer.
     ``packages``: the arguments of one ``pip install`` each. ``borrows``: another target, for
     packages that this one lacks. ``nvrx``: the target is for nvidia-resiliency-ext. Elsewhere the
     tests of that package are skipped if it cannot be imported.
@@ -152,10 +172,49 @@ class Target:
     demo: bool = False
     borrows: str = ""
     nvrx: bool = False
+    always: bool = False
 
     @property
     def place(self) -> Path:
-        return PLACE / self.name
+        return PLACE / f"{self.name}-{self.key}"
+
+    @property
+    def asked(self) -> list[object]:
+        """What is asked for, in words that are the same in any clone."""
+        packages = [[each.replace(str(ROOT), "") for each in some] for some in self.packages]
+        return [
+            self.python,
+            packages,
+            *(each.asked for each in TARGETS if each.name == self.borrows),
+        ]
+
+    @property
+    def key(self) -> str:
+        """What the environment holds."""
+        return _digest([self.asked, *_named()])
+
+    @property
+    def ran_with(self) -> str:
+        """Of the row in ``ran.json``: the integrations, their tests, and what this target is."""
+        files = [
+            *(ROOT / "ckptfsm/integrations").rglob("*.py"),
+            ROOT / "ckptfsm/adapters/versions.py",
+            *(ROOT / "tests/integrations").glob("*.py"),
+        ]
+        return _digest([self.asked, self.tests], *sorted({*files} - {Path(__file__).resolve()}))
+
+
+def _digest(what: object, *files: Path) -> str:
+    hashed = hashlib.sha256(json.dumps(what).encode())
+    for file in files:
+        hashed.update(f"\n{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def _named() -> tuple[str, str]:
+    """The versions that environments get, and the packages that ckptfsm names."""
+    project, _, _ = (ROOT / "pyproject.toml").read_text().partition("[tool.")
+    return CONSTRAINTS.read_text(), project
 
 
 def _core(version: str, *more: str) -> tuple[str, ...]:
@@ -171,13 +230,13 @@ def _verl(version: str) -> tuple[tuple[str, ...], ...]:
 
 
 TARGETS = (
-    Target("megatron-core-0.13", "3.11", (_core("0.13.1", "numpy<2"),), OLDER_TESTS),
+    Target("megatron-core-0.13", "3.11", (_core("0.13.1", "numpy<2"),), OLDER_TESTS, always=True),
     Target("megatron-core-0.14", "3.11", (_core("0.14.0", "numpy<2"),), OLDER_TESTS[:1]),
     Target("megatron-core-0.15", "3.11", (_core("0.15.0", "numpy<2"),), OLDER_TESTS[:1]),
     # The gate has 0.16.1 on Python 3.11.
     Target("megatron-core-0.17", "3.12", (_core("0.17.1", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
     Target("megatron-core-0.18", "3.12", (_core("0.18.2", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
-    Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=True),
+    Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=True, always=True),
     Target(
         "nvrx-0.4",
         "3.11",
@@ -192,6 +251,7 @@ TARGETS = (
         (_core("0.19.2"), _nvrx("0.7.0")),
         (*NVRX_TESTS, *TODAY_TESTS),
         nvrx=True,
+        always=True,
     ),
     Target(
         IN_A_CLONE,
@@ -202,8 +262,14 @@ TARGETS = (
     ),
     # From 0.17 on the trainer is in the megatron-core package.
     Target("megatron-lm-0.18", "3.12", (_core("0.18.2", YAML),), LM_TESTS),
-    Target("megatron-lm-0.19", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), LM_TESTS),
-    Target("ray", "3.11", ((f"{ROOT}[ray]", "ray==2.60.0"),), ("tests/integrations/test_ray.py",)),
+    Target("megatron-lm-0.19", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), LM_TESTS, always=True),
+    Target(
+        "ray",
+        "3.11",
+        ((f"{ROOT}[ray]", "ray==2.60.0"),),
+        ("tests/integrations/test_ray.py",),
+        always=True,
+    ),
     Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),
     Target("verl-0.9.0", "3.11", _verl("0.9.0"), VERL_TESTS),
     Target(
@@ -224,6 +290,7 @@ TARGETS = (
         (_core("0.19.2"),),
         (*VERL_TESTS, *SFT_TESTS[1:], *TODAY_TESTS),
         borrows="verl-0.9.1-core-0.18",
+        always=True,
     ),
 )
 
@@ -259,12 +326,10 @@ def base_of(python: str) -> tuple[str, Path]:
     """The interpreter of a Python version, and the packages that its targets borrow."""
     if python == MINE:
         return sys.executable, Path(sysconfig.get_path("purelib"))
-    place = PLACE / f"python-{python}"
+    place, found = PLACE / f"python-{python}-{_digest([BASE, *_named()])}", interpreter(python)
     site = site_of(place, python)
-    if not (place / ".installed").exists():
-        subprocess.run(
-            [interpreter(python), "-m", "venv", "--clear", "--without-pip", str(place)], check=True
-        )
+    if not is_whole(place, os.path.realpath(found)):
+        subprocess.run([found, "-m", "venv", "--clear", "--without-pip", str(place)], check=True)
         pinned = [
             f"{name}=={version}" for name, version in PACKAGES.findall(CONSTRAINTS.read_text())
         ]
@@ -272,32 +337,55 @@ def base_of(python: str) -> tuple[str, Path]:
         without_cuda(site)
         others = [each.replace("ckptfsm", str(ROOT)) for each in BASE]
         pip(place / "bin/python", "--constraint", str(CONSTRAINTS), *others)
-        (place / ".installed").touch()
+        (place / WHOLE).write_text(os.path.realpath(found))
     return str(place / "bin/python"), site
 
 
 def prepare(target: Target) -> Path:
     """The python of a target's environment."""
-    python = target.place / "bin" / "python"
-    wanted = json.dumps(target.packages)
-    stamp = target.place / ".installed"
-    if not stamp.exists() or stamp.read_text() != wanted:
-        base, borrowed = base_of(target.python)
-        subprocess.run(
-            [base, "-m", "venv", "--clear", "--without-pip", str(target.place)], check=True
-        )
-        site = site_of(target.place, target.python)
-        shared = [each for each in TARGETS if each.name == target.borrows]
-        for other in shared:
-            prepare(other)
-        places = [*(site_of(other.place, other.python) for other in shared), borrowed]
-        (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in places))
+    place, python = target.place, target.place / "bin" / "python"
+    base, borrowed = base_of(target.python)
+    shared = [each for each in TARGETS if each.name == target.borrows]
+    for other in shared:
+        prepare(other)
+    site = site_of(place, target.python)
+    lent = "".join(
+        f"{each}\n" for each in [*(site_of(o.place, o.python) for o in shared), borrowed]
+    )
+    whole = is_whole(place, os.path.realpath(base))
+    if not whole:
+        subprocess.run([base, "-m", "venv", "--clear", "--without-pip", str(place)], check=True)
+    (site / "borrowed.pth").write_text(lent)  # another clone has lent its own environment before
+    if not whole:
         for packages in target.packages:
             pip(python, *(each.format(site=site) for each in packages))
         if (site / "torch").exists():
             without_cuda(site)
-        stamp.write_text(wanted)
+        (place / WHOLE).write_text(os.path.realpath(base))
     return python
+
+
+def is_whole(place: Path, interpreter: str) -> bool:
+    """Whether an environment was made to its end, by that interpreter; then it counts as used today."""
+    try:
+        made_by = (place / WHOLE).read_text()
+    except FileNotFoundError:
+        return False  # also what was interrupted while it was made
+    os.utime(place / WHOLE)
+    return made_by == interpreter and (place / "bin/python").exists()
+
+
+@contextmanager
+def making() -> Iterator[None]:
+    """Alone: other clones may be making the same environments. Those that nobody uses are removed."""
+    PLACE.mkdir(parents=True, exist_ok=True)
+    with (PLACE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for place in (each for each in PLACE.iterdir() if each.is_dir()):
+            used = place / WHOLE if (place / WHOLE).exists() else place
+            if time.time() - used.stat().st_mtime > UNUSED_DAYS * 86400:
+                shutil.rmtree(place)
+        yield
 
 
 # --------------------------------------------------------------------------------------------- runs
@@ -320,43 +408,65 @@ def environment_of(target: Target) -> dict[str, str]:
     }
 
 
-def commands_of(target: Target, python: Path) -> list[list[str]]:
+def has_workers(target: Target) -> bool:
+    """Whether its tests may run side by side. The others start clusters with fixed ports."""
+    return all(test.startswith(("tests/megatron", "tests/unit")) for test in target.tests)
+
+
+def commands_of(target: Target, python: Path, scratch: str) -> list[list[str]]:
     pytest = [str(python), "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider"]
-    if all(test.startswith(("tests/megatron", "tests/unit")) for test in target.tests):
-        pytest += ["-n", "2", "--dist", "worksteal"]  # the others start clusters with fixed ports
+    if has_workers(target):
+        pytest += ["-n", "2", "--dist", "worksteal"]
     commands = [[*pytest, *target.tests]] if target.tests else []
     if target.demo:
-        commands.append(
-            [str(python), "-m", "ckptfsm.cli", "demo", "--root", str(target.place / "demo")]
-        )
+        commands.append([str(python), "-m", "ckptfsm.cli", "demo", "--root", f"{scratch}/demo"])
     return commands
 
 
 def prepared(target: Target) -> tuple[Path, int]:
     """The python of a target's environment, and how many seconds it took to make."""
     began = time.monotonic()
-    return prepare(target), round(time.monotonic() - began)
+    with making():
+        return prepare(target), round(time.monotonic() - began)
+
+
+def measured(command: list[str], environment: dict[str, str], log: Path) -> tuple[int, float]:
+    """The exit code of a command whose words go to ``log``, and its processor seconds."""
+    with log.open("a") as words:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=words, stderr=subprocess.STDOUT
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, used.ru_utime + used.ru_stime
 
 
 def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
     """Run a target; returns its row of the table."""
     print(f"=== {target.name} (Python {target.python})", flush=True)
-    began = time.monotonic()
-    shutil.rmtree(target.place / "demo", ignore_errors=False, onerror=_not_there)
-    environment = environment_of(target)
-    codes = [
-        subprocess.run(command, cwd=ROOT, env=environment).returncode
-        for command in commands_of(target, python)
-    ]
+    note(f"targets: {target.name}")
+    ran_with, began = target.ran_with, time.monotonic()
+    environment, log = environment_of(target), LOGS / f"{target.name}.log"
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}-") as scratch:
+        ended = [measured(each, environment, log) for each in commands_of(target, python, scratch)]
+    wall_s, processor_s = time.monotonic() - began, sum(used for _, used in ended)
+    note(f"targets: {target.name}", wall_s, processor_s)
+    ok = not any(code for code, _ in ended)
+    words = log.read_text(errors="replace").rstrip()
+    print(words.rpartition("\n")[2] if ok else words, flush=True)
     return {
         "python": target.python,
         "packages": versions_in(python, environment),
         "tests": list(target.tests) + ["the demo"] * target.demo,
         "install_s": install_s,
-        "run_s": round(time.monotonic() - began),
+        "run_s": round(wall_s),
+        "processor_s": round(processor_s),
         "own_mb": round(size_of(target.place) / 1e6),
         "date": date.today().isoformat(),
-        "ok": not any(codes),
+        "ran_with": ran_with,
+        "ok": ok,
     }
 
 
@@ -366,11 +476,6 @@ def compare_writers(target: Target) -> int:
     python, _ = prepared(target)
     command = [str(python), "-m", "benchmarks", "--only", "peers"]
     return subprocess.run(command, cwd=ROOT, env=environment_of(target), check=False).returncode
-
-
-def _not_there(function: object, path: str, error: tuple[type, BaseException, object]) -> None:
-    if not isinstance(error[1], FileNotFoundError):
-        raise error[1]
 
 
 def versions_in(python: Path, environment: dict[str, str]) -> dict[str, str]:
@@ -462,49 +567,88 @@ def write_table(ran: dict[str, dict[str, object]]) -> None:
     readme.write_text(f"{before}{BEGIN}\n{table(ran)}\n{END}{after}")
 
 
-def main(arguments: list[str]) -> int:
+def due(ran: dict[str, dict[str, object]]) -> list[Target]:
+    """What a change runs: those of every change, and whole, those that never ran as they are now."""
+    changed = {t.name for t in TARGETS if ran.get(t.name, {}).get("ran_with") != t.ran_with}
+    if more := [t.name for t in TARGETS if t.name in changed and not t.always]:
+        print(
+            f"=== {len(more)} targets more: since they ran, ckptfsm/integrations, adapters/versions.py "
+            f"or tests/integrations has changed: {', '.join(more)}.\n"
+            "=== Whoever changes these runs `make test-integrations COMPLETE=1 WRITE=1` and commits "
+            "ran.json and README.md; until then each run of the CI takes them all."
+        )
+    return [
+        t
+        if t.name in changed
+        else replace(t, tests=tuple(i for i in t.tests if i not in TODAY_TESTS))
+        for t in TARGETS
+        if t.always or t.name in changed
+    ]
+
+
+def run_all(targets: list[Target]) -> dict[str, dict[str, object]]:
+    """The row of each target; an empty one, if it cannot be installed.
+
+    One thread makes the environments, in order. Of those that are ready, one that starts clusters
+    runs beside one that does not: both wait a lot.
+    """
+    maker = ThreadPoolExecutor(1)
+    ready = {each.name: maker.submit(prepared, each) for each in targets}
+
+    def work(some: list[Target]) -> dict[str, dict[str, object]]:
+        found: dict[str, dict[str, object]] = {}
+        for target in some:
+            try:
+                found[target.name] = run(target, *ready[target.name].result())
+            except subprocess.CalledProcessError as error:
+                print(f"=== {target.name} cannot be installed: {error}", flush=True)
+                found[target.name] = {}
+            else:
+                print(f"=== {target.name}: {json.dumps(found[target.name])}", flush=True)
+        return found
+
+    kinds = [[t for t in targets if has_workers(t) == workers] for workers in (True, False)]
+    with ThreadPoolExecutor(2) as two:
+        first, second = two.map(work, kinds)
+    return {**first, **second}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--due", action="store_true")
     parser.add_argument(
         "--complete", action="store_true", help="count a target without its Python as failed"
     )
     parser.add_argument("--bench", action="store_true", help="compare the writers there instead")
     parser.add_argument("--try", dest="versions", nargs="+", metavar="NAME=VERSION", default=[])
-    options = parser.parse_args(arguments)
-    targets = chosen(options.words)
-    if options.bench:
-        return max(compare_writers(target) for target in targets)
-    if options.versions:
-        others = dict(each.split("=", 1) for each in options.versions)
-        words = options.words or (["nvrx-0.7"] if set(others) == NVRX else NEWEST)
-        targets = [with_versions(each, others) for each in chosen(words)]
+    asked = parser.parse_args(arguments)
+    if asked.due and (asked.words or asked.write or asked.versions):
+        parser.error("--due chooses the targets, and leaves out tests that the table would name")
+    return asked
+
+
+def main(arguments: list[str]) -> int:
+    asked = parse(arguments)
     ran = json.loads(RAN.read_text()) if RAN.exists() else {}
-    failed, missing = [], []
-    # A single thread makes the environments, in this order, while those that are ready are run.
-    making = ThreadPoolExecutor(1)
-    ready = {each.name: making.submit(prepared, each) for each in targets if not left_out(each)}
-    for target in targets:
-        if why := left_out(target):
-            print(f"=== {target.name} is left out: {why}")
-            (failed if options.complete and target.name != IN_A_CLONE else missing).append(
-                target.name
-            )
-            continue
-        try:
-            found = run(target, *ready[target.name].result())
-        except subprocess.CalledProcessError as error:
-            print(f"=== {target.name} cannot be installed: {error}", flush=True)
-            failed.append(target.name)
-            continue
-        print(f"=== {target.name}: {json.dumps(found)}", flush=True)
-        if not found.pop("ok"):
-            failed.append(target.name)
-        elif not options.versions:
-            ran[target.name] = found
-    if options.write and not failed:
+    targets = due(ran) if asked.due else chosen(asked.words)
+    if asked.bench:
+        return max(compare_writers(target) for target in targets)
+    if asked.versions:
+        others = dict(each.split("=", 1) for each in asked.versions)
+        words = asked.words or (["nvrx-0.7"] if set(others) == NVRX else NEWEST)
+        targets = [with_versions(each, others) for each in chosen(words)]
+    missing = {each.name: why for each in targets if (why := left_out(each))}
+    print("".join(f"=== {name} is left out: {why}\n" for name, why in missing.items()), end="")
+    found = run_all([each for each in targets if each.name not in missing])
+    failed = [name for name, row in found.items() if not row.pop("ok", False)]
+    if asked.complete:
+        failed += [name for name in missing if name != IN_A_CLONE]
+    if asked.write and not failed:
+        ran.update(found)
         write_table({each.name: ran[each.name] for each in TARGETS if each.name in ran})
     left, bad = (", ".join(names) or "none" for names in (missing, failed))
     print(f"{len(targets)} targets, left out: {left}, failed: {bad}")
