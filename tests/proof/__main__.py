@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from proof.catalogue import LAYERS, layers_of
-from proof.layer import Budget, LayerResult, Profile
+from proof.layer import SMALL, Budget, LayerResult, Profile, in_memory
 from proof.report import document, exercised, impossible, table, unexercised
 from proof.running import run_all, run_one
 
@@ -34,7 +35,12 @@ def main() -> int:
         Path(asked.result).write_text(json.dumps(result.as_json()))
         return 0
     names = asked.only or layers_of(asked.profile)
-    with tempfile.TemporaryDirectory(prefix="proof-") as scratch:
+    place = tempfile.TemporaryDirectory(
+        prefix="proof-",
+        dir=in_memory() if asked.profile in SMALL else None,
+        ignore_cleanup_errors=True,  # what a layer left running may write there
+    )
+    with place as scratch:
         results = run_all(names, budget, Path(scratch))
     print(table(results))
     ok = not any(result.violations for result in results)
@@ -72,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", choices=get_args(Profile), default="pr")
     parser.add_argument("--only", nargs="+", choices=tuple(LAYERS), default=[])
     parser.add_argument("--hours", type=float, default=1.0, help="how long a soak goes on")
-    parser.add_argument("--cpus", type=int, default=2)
+    parser.add_argument("--cpus", type=int, default=max(2, os.cpu_count() or 2))
     parser.add_argument("--write", action="store_true", help="put the table into build/proof.md")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()

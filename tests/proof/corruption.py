@@ -73,7 +73,7 @@ from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.harness import FakeJob, SimClock
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from proof.coverage import watch_moves
-from proof.layer import Budget, LayerResult, Violation
+from proof.layer import Budget, LayerResult, Violation, in_memory
 
 Content = dict[str, bytes]
 Tree = dict[str, bytes | str | None]
@@ -787,7 +787,7 @@ def _journal_problem(corruption: Corruption, outcome: Outcome, storage: Storage)
 
 
 def _on_real_disk(template: Template, corruption: Corruption) -> tuple[Outcome, bool, str]:
-    with tempfile.TemporaryDirectory(dir=_fast_place()) as name:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as name:
         place = Path(name)
         beside, root = place / "beside", place / "root"
         beside.mkdir()
@@ -810,11 +810,6 @@ def _on_real_disk(template: Template, corruption: Corruption) -> tuple[Outcome, 
         if found != [("canary", b"canary")] or beside.stat().st_mtime != 1:
             problem = f"outside the root there is {found}"
         return outcome, changed, problem
-
-
-def _fast_place() -> str | None:
-    memory = Path("/dev/shm")
-    return str(memory) if os.access(memory, os.W_OK) else None
 
 
 def _lay_out(root: Path, tree: Mapping[str, Any], beside: Path) -> None:

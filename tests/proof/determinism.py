@@ -115,8 +115,8 @@ def _digest(*seen: object) -> str:
 
 
 def run(budget: Budget) -> LayerResult:
-    """Re-run 20 times in the gate, 1,000 times in a soak."""
-    times = max(2, budget.pick(pr=20, nightly=20, release=20, soak=1000))  # one has no other
+    """Re-run 4 times in the gate, 20 times before a release, 1,000 times in a soak."""
+    times = max(2, budget.pick(pr=4, nightly=20, release=20, soak=1000))  # one has no other
     result = LayerResult("determinism", {"re-runs": times})
     with ThreadPoolExecutor(budget.processes) as pool:
         runs = list(pool.map(_elsewhere, range(times)))

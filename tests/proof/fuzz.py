@@ -71,7 +71,7 @@ from ckptfsm.disk.stock import COMMON, COMMON_KEY, CONFIG, StockVerdict, inspect
 from ckptfsm.testing.conformance import JournalViolation, check_segments
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from proof.corruption import examine, make_template
-from proof.layer import Budget, LayerResult, Violation
+from proof.layer import Budget, LayerResult, Violation, in_memory
 
 SECONDS_EACH = 2.0
 PATIENCE_S = 120.0  # for one input, on a busy machine; then its child is killed
@@ -545,9 +545,7 @@ def hostile_root(seed: int) -> dict[str, Any]:
 def attempt_root(seed: int) -> str:
     """Open and restore a hostile root on a real disk, beside something that must not be touched."""
     tree = hostile_root(seed)
-    with tempfile.TemporaryDirectory(
-        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    ) as name:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as name:
         place = Path(name)
         beside, root = place / "beside", place / "root"
         beside.mkdir()

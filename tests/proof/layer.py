@@ -7,6 +7,8 @@ hold, with the one command that shows it again.
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from proof.coverage import Coverage
 
+SMALL = ("sample", "pr")  # the profiles of `make test` and `make gate`
 Profile = Literal["sample", "pr", "nightly", "release", "soak"]
 _SAMPLED = 20
+_MEMORY = "/dev/shm"
+_ROOM = 1 << 30  # bytes
 _T = TypeVar("_T")
 
 
@@ -58,6 +63,7 @@ class Violation:
 class LayerResult:
     """The result of a layer: named counts (runs, states, sites, kills) and its findings.
 
+    ``seconds`` are of wall, ``processor_s`` those of all processors, in all processes of the layer.
     ``skipped`` is the reason if it could not run at all; that is shown, never hidden. ``notes`` are
     further lines for the report; ``kills`` how many mutants each layer has killed.
     """
@@ -67,6 +73,7 @@ class LayerResult:
     violations: list[Violation] = field(default_factory=list)
     coverage: Coverage = field(default_factory=Coverage)
     seconds: float = 0.0
+    processor_s: float = 0.0
     skipped: str = ""
     notes: list[str] = field(default_factory=list)
     kills: dict[str, int] = field(default_factory=dict)
@@ -93,8 +100,17 @@ Run = Callable[[Budget], LayerResult]
 
 
 def timed(run: Run, budget: Budget) -> LayerResult:
-    """Run a layer and note its wall time in seconds."""
-    began = time.monotonic()
+    """Run a layer and note its seconds."""
+    began, used = time.monotonic(), sum(os.times()[:4])
     result = run(budget)
     result.seconds = time.monotonic() - began
+    result.processor_s = (
+        sum(os.times()[:4]) - used
+    )  # of this process, and of all that it waited for
     return result
+
+
+def in_memory() -> str | None:
+    """A directory in memory, for roots to which a disk adds nothing; None if it is not there or full."""
+    roomy = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM
+    return _MEMORY if roomy else None

@@ -51,7 +51,7 @@ from pathlib import Path
 
 from ckptfsm.core.lifecycle import State
 from proof.coverage import Coverage
-from proof.layer import Budget, LayerResult, Violation, timed
+from proof.layer import SMALL, Budget, LayerResult, Violation, timed
 from proof.real_jobs import MANAGER, SCRIPTS, live, recover
 from proof.real_judge import Broken, broken, judge_with_restart
 from proof.real_site import (
@@ -298,8 +298,8 @@ def _by_index(finding: Finding) -> tuple[str, int, int]:
 def run(budget: Budget) -> LayerResult:
     """Sweep everything that the profile asks for."""
     result = LayerResult("processes")
-    whole = budget.profile not in ("sample", "pr")  # it waits for its fsyncs half of the time
-    directory = real_disk() or ("" if whole else tempfile.gettempdir())
+    whole = budget.profile not in SMALL  # it waits for its fsyncs half of the time
+    directory = real_disk() if whole else tempfile.gettempdir()
     if not directory:
         kind = file_system_of(tempfile.gettempdir())
         result.skipped = f"no real disk: {tempfile.gettempdir()} is {kind}; set TMPDIR"

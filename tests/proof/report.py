@@ -14,7 +14,7 @@ from proof.coverage import ALL_PAIRS, ALL_ROWS, Coverage
 from proof.faults import applicable, cannot_happen
 from proof.layer import LayerResult
 
-HEAD = ("layer", "explored", "seconds", "violations", "mutants killed")
+HEAD = ("layer", "explored", "seconds", "processor seconds", "violations", "mutants killed")
 
 
 def rows(results: Sequence[LayerResult]) -> list[tuple[str, ...]]:
@@ -29,7 +29,8 @@ def rows(results: Sequence[LayerResult]) -> list[tuple[str, ...]]:
         killed = str(kills.get(result.layer, ""))
         if "tests" in result.kills:
             killed = f"{result.kills['tests']} by unit tests"
-        lines.append((result.layer, explored, f"{result.seconds:.0f}", found, killed))
+        took = (f"{result.seconds:.0f}", f"{result.processor_s:.0f}")
+        lines.append((result.layer, explored, *took, found, killed))
     return lines
 
 
@@ -99,8 +100,8 @@ def document(results: Sequence[LayerResult], profile: str) -> str:
         f"Written by `make proof` (profile `{profile}`). Every layer drives the production code; what",
         "each one does stands at the head of its module in `tests/proof/`.",
         "",
-        "| layer | what it is | explored | seconds | violations | mutants killed | command |",
-        "|---|---|---|---|---|---|---|",
+        f"| layer | what it is | {' | '.join(HEAD[1:])} | command |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, *cells in rows(results):
         about, command = LAYERS[name].about, command_of(name, profile)

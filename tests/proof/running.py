@@ -1,8 +1,9 @@
 """Runs layers, each in a fresh interpreter: as many at once as CPUs allow, and one more.
 
 A layer waits now and then, for a disk, a process or its last worker; the one more takes what is
-idle. In a soak the layers that go on begin last, side by side, and each of them gets all the hours
-asked for. Earlier layers come on top.
+idle. In the profiles of `make test` and `make gate` a layer waits for no disk: what it writes lies in
+memory, where there is room. In a soak the layers that go on begin last, side by side, and each of them
+gets all the hours asked for. Earlier layers come on top.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from lanes import note
+
 from proof.catalogue import LAYERS, command_of
-from proof.layer import Budget, LayerResult, Violation, timed
+from proof.layer import SMALL, Budget, LayerResult, Violation, timed
 
 
 def run_one(name: str, budget: Budget) -> LayerResult:
@@ -65,8 +68,10 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
                 continue
             done = _wait_for_one(running, budget)
             running.remove(done)
-            results[done.name] = _result_of(done, budget)
-            print(_line(results[done.name]), flush=True)
+            results[done.name] = result = _result_of(done, budget)
+            if budget.profile == "pr":
+                note(f"layers: {done.name}", result.seconds, result.processor_s)
+            print(_line(result), flush=True)
     finally:
         for each in running:  # a Ctrl-C reaches only us
             _end(each)
@@ -82,9 +87,11 @@ def _start(name: str, budget: Budget, scratch: Path) -> Running:
     values = dataclasses.replace(budget, processes=cpus)
     command = [sys.executable, "-m", "proof", "--profile", values.profile, "--only", name]
     command += ["--hours", str(values.hours), "--cpus", str(cpus), "--result", str(file)]
-    return Running(
-        name, cpus, subprocess.Popen(command, start_new_session=True), file, time.monotonic()
-    )
+    in_memory = {"TMPDIR": str(scratch)} if values.profile in SMALL else {}
+    if values.profile == "pr":
+        note(f"layers: {name}")
+    process = subprocess.Popen(command, env={**os.environ, **in_memory}, start_new_session=True)
+    return Running(name, cpus, process, file, time.monotonic())
 
 
 def _wait_for_one(running: list[Running], budget: Budget) -> Running:
@@ -121,4 +128,5 @@ def _line(result: LayerResult) -> str:
     found = f"{len(result.violations)} VIOLATIONS" if result.violations else "ok"
     hidden = result.skipped and not result.violations
     state = f"skipped: {result.skipped}" if hidden else found
-    return f"{result.layer:16} {result.seconds:7.1f} s  {state}"
+    took = f"{result.seconds:7.1f} s {result.processor_s:7.1f} processor s"
+    return f"{result.layer:16} {took}  {state}"
