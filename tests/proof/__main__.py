@@ -78,7 +78,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", choices=get_args(Profile), default="pr")
     parser.add_argument("--only", nargs="+", choices=tuple(LAYERS), default=[])
     parser.add_argument("--hours", type=float, default=1.0, help="how long a soak goes on")
-    parser.add_argument("--cpus", type=int, default=max(2, os.cpu_count() or 2))
+    # No more than 4: a container may be allowed a part of the processors that it sees.
+    parser.add_argument("--cpus", type=int, default=min(4, max(2, os.cpu_count() or 2)))
     parser.add_argument("--write", action="store_true", help="put the table into build/proof.md")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
