@@ -41,7 +41,7 @@ class Agent:
         clock: Clock,
         mailbox: Mailbox,
         report: Callable[[Sequence[Event]], Any] | None,
-        show: Callable[[], object] = str,
+        show: Callable[[], object],
     ) -> None:
         self._clock = clock
         self._mailbox = mailbox

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -59,25 +59,6 @@ class Difference(Sent):
         )
 
 
-def warn_of(step: int, differences: Sequence[Difference]) -> list[str]:
-    """Log the differences of a save, which goes on. Returns the lines."""
-    lines = []
-    for found in differences[:_TOLD]:
-        lines.append(f"step {step}: {found}")
-        say(log.warning, "ranks_disagree", lines[-1], step=step, **_facts_of(found))
-    more = [f"{each.part}: {each.key}" for each in differences[_TOLD:]]
-    if more:
-        names = shorten(", ".join(more))
-        lines.append(f"step {step}: {len(more)} more keys differ by rank: {names}")
-        say(log.warning, "ranks_disagree", lines[-1], step=step)
-    return lines
-
-
-def refusal_of(step: int, differences: Sequence[Difference]) -> SaveRefused:
-    """The refusal of a save because of its first difference."""
-    return SaveRefused(str(differences[0]), step=step, **_facts_of(differences[0]))
-
-
 def _facts_of(found: Difference) -> dict[str, Any]:
     return {"part": found.part, "key": found.key or None, "ranks": found.ranks}
 
@@ -92,14 +73,11 @@ class _Asked(Sent):
 
 
 class Comparison:
-    """The comparison of one rank with the others, see the module.
+    """The comparison of one rank with the others, see the module. ``mode``: ``ranks_disagree``."""
 
-    ``forget``: a difference is found again at every save, because it refuses each of them.
-    """
-
-    def __init__(self, transport: Transport, *, forget: bool) -> None:
+    def __init__(self, transport: Transport, mode: Literal["warn", "refuse"]) -> None:
         self._transport = transport
-        self._forget = forget
+        self._refuses = mode == "refuse"  # then a difference is found again at every save
         self._named: set[tuple[str, str]] = set()  # part and key; the same on every rank
 
     def with_digests(self, proposal: Proposal, draft: Draft | None) -> Proposal:
@@ -133,9 +111,29 @@ class Comparison:
         found: tuple[Difference, ...] = self._transport.broadcast(
             () if answers is None else (*trees, *_named(asked, answers, self._named))
         )
-        if not self._forget:
+        if not self._refuses:
             self._named.update((each.part, each.key) for each in found)
         return found
+
+    def warn_of(self, step: int, differences: Sequence[Difference]) -> list[str]:
+        """Log the differences of a save, unless they refuse it. Returns the lines."""
+        if self._refuses:
+            return []
+        lines = []
+        for found in differences[:_TOLD]:
+            lines.append(f"step {step}: {found}")
+            say(log.warning, "ranks_disagree", lines[-1], step=step, **_facts_of(found))
+        more = [f"{each.part}: {each.key}" for each in differences[_TOLD:]]
+        if more:
+            names = shorten(", ".join(more))
+            lines.append(f"step {step}: {len(more)} more keys differ by rank: {names}")
+            say(log.warning, "ranks_disagree", lines[-1], step=step)
+        return lines
+
+    def refuse(self, step: int, differences: Sequence[Difference]) -> None:
+        """Raise ``SaveRefused`` because of the first difference, if any, unless it is warned of."""
+        if self._refuses and differences:
+            raise SaveRefused(str(differences[0]), step=step, **_facts_of(differences[0]))
 
     def _asked(self, proposals: Sequence[Proposal]) -> dict[str, _Asked]:
         """The parts whose digests differ, with the ranks that are asked."""

@@ -22,14 +22,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import OpenPosix, path_of
-from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import CheckpointConfig, Settings, Verify, config_of
-from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
+from ckptfsm.core.errors import ConfigError, WriterDied, name_ranks, shorten
 from ckptfsm.core.events import (
     Event,
     Failed,
@@ -197,7 +197,7 @@ class Controller(Session):
         unfinished = self._participant.view.unfinished
         for of, state in unfinished.items():
             if of.step == step and state in (State.REQUESTED, State.FORKED):
-                self._reports.outbox.append(Failed(of, "fork_failed", shorten(why)))
+                self._reports.report(Failed(of, "fork_failed", shorten(why)))
 
     def _specs_of(self, parts: Mapping[str, GroupPart]) -> dict[str, PartSpec]:
         """The groups' parts as declared. Raises ``ConfigError``."""
@@ -215,18 +215,14 @@ class Controller(Session):
 
     def _accepted(self, request: SaveRequest) -> AttemptId | None:
         """Ask for the save, and expect its workers' reports. None if it is to be skipped."""
-        answer = self._client.together(Coordinator.request, request)
-        if answer.value is not None:
-            self._flights[answer.value] = self._flight(request.parts)
-            self._participant.expect(answer.value)
-        elif answer.interruption is not None or isinstance(answer.error, DeadlineExceeded):
-            self._client.forget_request()
+        answer = self._client.together(partial(self._client.request, request))
+        of: AttemptId | None = answer.value
+        if of is not None:
+            self._flights[of] = self._flight(request.parts)
+            self._participant.expect(of)
         self._participant.take_update(answer.update)
-        problem = answer.interruption or answer.error
-        if problem is not None:
-            self._participant.take_refusal(problem)
-            return None
-        of: AttemptId = answer.value
+        if answer.problem is not None:
+            self._participant.take_refusal(answer.problem)
         return of
 
     def _flight(self, parts: Sequence[PartSpec]) -> _Flight:
@@ -297,9 +293,9 @@ class Controller(Session):
             # A written shard implies a fork, in any order of the reports.
             self._take(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
-            self._reports.outbox.append(replace(event, detail=shorten(event.detail)))
+            self._reports.report(replace(event, detail=shorten(event.detail)))
         else:
-            self._reports.outbox.append(event)
+            self._reports.report(event)
         if not isinstance(event, WriterGone):  # may come before its failure
             flight.taken.add(event)
 
@@ -335,10 +331,10 @@ class Controller(Session):
         if number not in flight.ranks or state is None:
             return
         if state is State.FAILED:
-            self._reports.outbox.append(WriterGone(of, number))
+            self._reports.report(WriterGone(of, number))
         elif number not in flight.written:
-            self._reports.outbox.append(Failed(of, WriterDied.kind, why, number))
-            self._reports.outbox.append(WriterGone(of, number))
+            self._reports.report(Failed(of, WriterDied.kind, why, number))
+            self._reports.report(WriterGone(of, number))
 
     def _collect(self) -> None:
         """Poll the workers, not too often, and end attempts without reports in time."""
@@ -374,11 +370,11 @@ class Controller(Session):
                 self._unconfirmed[of] = set(flight.ranks)
                 while len(self._unconfirmed) > _REMEMBERED:
                     del self._unconfirmed[next(iter(self._unconfirmed))]
-                self._reports.outbox.append(WritersLost(of))
+                self._reports.report(WritersLost(of))
             elif unfinished[of] in (State.REQUESTED, State.FORKED):
                 missing = name_ranks(sorted(flight.ranks - flight.written))
                 why = f"no report in time from rank {missing or '0'}"
-                self._reports.outbox.append(Failed(of, "writer_hung", why))
+                self._reports.report(Failed(of, "writer_hung", why))
 
     # ----------------------------------------------------------------------------------- reading
 

@@ -29,7 +29,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Executor, Pending, Transport
-from ckptfsm.core.requests import Located, NumberedNews
+from ckptfsm.core.requests import Accepted, Located, NumberedNews, SaveRequest
 from ckptfsm.disk.durable import storage_error
 
 log = logging.getLogger("ckptfsm")
@@ -62,6 +62,16 @@ class Answer:
     error: CkptFsmError | None = None
     update: Update = Update()
     interruption: BaseException | None = None
+
+    def for_others(self) -> Answer:
+        """The answer as the other ranks get it."""
+        value = self.value.for_others() if isinstance(self.value, Accepted) else self.value
+        return replace(self, value=value, interruption=None)
+
+    @property
+    def problem(self) -> BaseException | None:
+        """What this rank raises."""
+        return self.interruption or self.error
 
 
 class CoordinatorClient:
@@ -192,23 +202,29 @@ class CoordinatorClient:
         self._submitted.append(future)
         self._submit(Coordinator.disown, future)
 
-    def together(
-        self,
-        work: Callable[Concatenate[Coordinator, P], Any],
-        *arguments: P.args,
-        **keywords: P.kwargs,
-    ) -> Answer:
-        """Ask once at rank 0; every rank gets the answer and the news (collective)."""
+    def together(self, question: Callable[[], Any]) -> Answer:
+        """Call ``question`` at rank 0, which asks; every rank gets the answer and the news
+        (collective).
+        """
         answer = Answer()
         if self._coordinator is not None:
             try:
-                value = self.ask(work, *arguments, **keywords)
-                answer = Answer(value, update=self.collect())
+                answer = Answer(question(), update=self.collect())
             except BaseException as error:  # the other ranks wait for the broadcast
                 if self._coordinator is None:  # a handler has left the manager
                     raise
                 answer = self.answer_of(error)
         return self.share(answer)
+
+    def request(self, request: SaveRequest) -> AttemptId:
+        """At rank 0: ask for a save. One whose answer is not taken fails once the disk answers."""
+        try:
+            return self.ask(Coordinator.request, request)
+        except BaseException as error:
+            taken = isinstance(error, Exception) and not isinstance(error, DeadlineExceeded)
+            if not taken and self._coordinator is not None:  # else a handler has left the manager
+                self._late = self._submit(Coordinator.forget_request)
+            raise
 
     def answer_of(self, error: BaseException) -> Answer:
         """At rank 0: the answer to a question that raised ``error``."""
@@ -217,9 +233,8 @@ class CoordinatorClient:
         return Answer(error=interrupted_rank(error), update=self.collect(), interruption=error)
 
     def share(self, answer: Answer) -> Answer:
-        """Give rank 0's answer to every rank (collective)."""
-        shared: Answer = self.transport.broadcast(replace(answer, interruption=None))
-        return replace(shared, interruption=answer.interruption)
+        """Give rank 0's answer to every rank, and return it (collective)."""
+        return share_answer(self.transport, answer)
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
         """Send every rank's reports to the coordinator, and its news to every rank (collective)."""
@@ -239,10 +254,6 @@ class CoordinatorClient:
         if self._coordinator is None or self._executor is None:
             return None
         return partial(_report, self._coordinator, self._executor, self.on_reports)
-
-    def forget_request(self) -> None:
-        """Fail a request that timed out, once the disk answers again."""
-        self._late = self._submit(Coordinator.forget_request)
 
     def give_back(self, value: Any) -> None:
         """At rank 0: give back the lease in an answer that its asker will not see."""
@@ -337,6 +348,12 @@ def _look_into_inbox(coordinator: weakref.ref[Coordinator]) -> None:
     served = coordinator()
     if served is not None:
         served.look_into_inbox()
+
+
+def share_answer(transport: Transport, answer: Answer) -> Answer:
+    """Give the first rank's answer to every rank, and return it (collective)."""
+    shared: Answer = transport.broadcast(answer.for_others())
+    return shared if transport.rank else answer
 
 
 def interrupted_rank(error: BaseException) -> RankInterrupted:

@@ -18,14 +18,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
-from ckptfsm.core.events import Event, Failed, WriterGone
+from ckptfsm.core.events import Event, WriterGone
 from ckptfsm.core.formats import REPORT, TORCH_DIST, TREE
 from ckptfsm.core.images import ChunkSource, Copying, Image
 from ckptfsm.core.layout import join, planned_name
@@ -37,36 +37,25 @@ from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.ranks.comparing import Comparison, Difference, warn_of
+from ckptfsm.ranks.comparing import Difference
+from ckptfsm.ranks.coordinator_client import Answer, share_answer
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
-from ckptfsm.ranks.progress import ShareProgress
-from ckptfsm.ranks.proposal import Proposal, agree, is_about_a_value, words_of
+from ckptfsm.ranks.proposal import Proposal, words_of
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
+from ckptfsm.ranks.share import INTERRUPTED, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.plain_files import (
     FileTree,
     TreePart,
     UnmadePart,
-    around,
-    at_path,
-    planned_bytes,
 )
-from ckptfsm.writers.rank_writer import RankWriter
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
 Parts = Mapping[str, Any]
 _KILL_WAIT_S = 1.0
-_FORK_FAILED = "fork_failed"
-
-
-class _Problem(NamedTuple):
-    """Why a group writes no share; no ``text`` if it does. ``reason`` is that of the failed save."""
-
-    text: str = ""
-    reason: str = _FORK_FAILED
 
 
 class BaseGroupWorker:
@@ -79,14 +68,10 @@ class BaseGroupWorker:
         self._ports = ports
         self._one_call = OneCall(ports.defer_signals)
         self._config = config or CheckpointConfig()
-        refuses = self._config.ranks_disagree == "refuse"
-        self._comparison = Comparison(ports.transport, forget=refuses)
-        self._writer: RankWriter | None = None
+        self._share = Share(ports, self._config)
         self._newest: AttemptId | None = None  # of the newest ticket
-        self._begun = False  # its writer was forked, or its failure reported
-        self._progress: ShareProgress | None = None  # of the newest ticket
+        self._begun = False  # its writer was launched, or its failure reported
         self._reports: list[Event] = []  # of the newest ticket, without its writer's
-        self._dying: list[RankWriter] = []
         self._number = 0
         self._storage: Storage | None = None
 
@@ -109,11 +94,10 @@ class BaseGroupWorker:
         with self._one_call.running():
             if not self._is_newer(ticket.of):  # a retried call counts once
                 return self.poll() if ticket.of == self._newest else []
-            self._drop_writer()  # of a failed attempt, before the next one takes memory
+            self._share.drop(_KILL_WAIT_S)  # of a failed attempt, before the next one takes memory
+            self._share.clear()
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of
-            self._end_progress()
-            self._progress = None
             with OffloadTurn(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
                 # nothing here may keep a reference: offload comes after all are dropped
                 self._write(
@@ -129,124 +113,81 @@ class BaseGroupWorker:
 
     def _write(self, ticket: Ticket, shares: GroupParts, stage: OffloadTurn) -> None:
         """Plan with the group, stage and fork; an error becomes a report."""
-        transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
-        proposal = self._comparison.with_digests(proposal, draft)
-        gathered = transport.gather((proposal, tuple(shares.keys.values())))
-        proposals = None if gathered is None else [proposal for proposal, _ in gathered]
-        differences = self._comparison.differences(proposals, draft)
-        accepted, problem = (
-            (None, _Problem()) if gathered is None else self._judge(ticket, shares, gathered)
-        )
-        if gathered is not None and not problem.text:
-            problem = self._problem_of(ticket.of, differences)
-        sent = accepted.for_others() if accepted is not None else None
-        problem, shared = transport.broadcast((problem, sent))
-        if problem.text or draft is None:
-            self._ports.driver.refuse()
-            self._give_up(ticket, problem)
-            return
+        proposal = replace(proposal, directories=tuple(shares.keys.values()))
+        proposals, differences = self._share.exchange(proposal, draft)
+        answer = Answer()
+        if proposals is not None:
+            answer = self._judge(ticket, shares, proposals, differences)
+        answer = share_answer(self._ports.transport, answer)
         try:
-            self._begin(ticket, draft, accepted or shared, shares)
+            if answer.error is not None:
+                raise answer.error
+            assert draft is not None
+            self._begin(ticket, draft, answer.value, shares)
         except BaseException as error:  # also torch's: the controller must hear of it
-            self._drop_writer()  # first: it reads what is let go of
-            self._ports.driver.refuse()
-            draft.let_go()
+            self._share.undo(draft)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"
-            say(log.exception, "fork_failed", said, step=ticket.of.step, rank=self._number)
-            self._give_up(ticket, _Problem(describe(error)))
+            if error is not answer.error:
+                said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"
+                say(log.exception, "fork_failed", said, step=ticket.of.step, rank=self._number)
+            self._give_up(ticket, error)
 
-    def _give_up(self, ticket: Ticket, problem: _Problem) -> None:
+    def _give_up(self, ticket: Ticket, error: BaseException) -> None:
         """Report a failure; for an optional part, make a receipt that leaves the part out."""
-        text, reason = problem
         if not ticket.part.optional:
-            self._fail(ticket.of, text, reason)
+            self._fail(ticket.of, words_of(error), reason_of(error))
             return
         try:
-            self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, text))
-        except Exception as error:  # without that receipt the checkpoint fails
-            self._drop_writer()
-            self._fail(ticket.of, f"{text}; {describe(error)}", reason)
+            left_out = UnmadePart(ticket.part.name, ticket.part.directory, words_of(error))
+            self._launch(ticket, left_out, None)
+        except Exception as second:  # without that receipt the checkpoint fails
+            self._share.undo(None)
+            self._fail(ticket.of, f"{words_of(error)}; {describe(second)}")
 
     def _judge(
-        self, ticket: Ticket, shares: GroupParts, gathered: list[tuple[Proposal, tuple[str, ...]]]
-    ) -> tuple[Accepted | None, _Problem]:
-        """At the group's first rank: check that the shares fit together.
-
-        Returns the plan, or the problem.
-
-        ``gathered`` are each rank's proposal and its directories, which number its parts.
-        """
-        proposals = [proposal for proposal, _ in gathered]
+        self,
+        ticket: Ticket,
+        shares: GroupParts,
+        proposals: Sequence[Proposal],
+        differences: Sequence[Difference],
+    ) -> Answer:
+        """At the group's first rank: the plan of all ranks, or what is wrong with it."""
+        self._share.comparison.warn_of(ticket.of.step, differences)
         try:
             if ticket.size != len(proposals):
                 raise ConfigError(
                     f"the controller counts {ticket.size} ranks in this group, it has "
                     f"{len(proposals)}"
                 )
-            request = agree(proposals)
-            for rank, (_, keys) in enumerate(gathered):
-                if keys != gathered[0][1]:
-                    raise ConfigError(
-                        f"rank {rank} names the directories {list(keys)}, the first rank "
-                        f"{list(gathered[0][1])}: give None where other ranks write"
-                    )
-            for spec in request.parts:
-                if spec.format.foreign or spec.format.inside or spec.optional:
-                    raise ConfigError(
-                        f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
-                        "the whole part that may be optional"
-                    )
+            request, planned = self._share.agree(proposals, differences)
+            _refuse_other_parts(request.parts)
             check_parts(tuple(map(shares.place, request.parts)), len(proposals))
-            planned = self._ports.driver.merge([p.summary for p in proposals])
-            return Accepted(ticket.of, False, request.parts, planned), _Problem()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is one; the others wait
-            reason = SaveRefused.kind if is_about_a_value(error) else _FORK_FAILED
-            return None, _Problem(words_of(error), reason)
-
-    def _problem_of(self, of: AttemptId, differences: Sequence[Difference]) -> _Problem:
-        """At the group's first rank: tell what differs by rank. Returns it if that fails the share."""
-        if differences and self._config.ranks_disagree == "refuse":
-            return _Problem(str(differences[0]), SaveRefused.kind)
-        warn_of(of.step, differences)
-        return _Problem()
+            return Answer(Accepted(ticket.of, False, request.parts, planned))
+        except SaveRefused as error:
+            return Answer(error=error)
+        except Exception as error:  # the others wait
+            return Answer(error=SaveRefused(words_of(error)))
 
     def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts) -> None:
         """Stage and fork, as a rank of an SPMD job does."""
-        rank, storage = self._ports.transport.rank, self._open(ticket.root)
-        placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
-        visibility = Visibility(self._ports.clock, self._config.visibility_timeout_s)
-        if ticket.part.directory:
+        storage, directory = self._open(ticket.root), ticket.part.directory
+        if directory:
+            visibility = Visibility(self._ports.clock, self._config.visibility_timeout_s)
             visibility.require(storage, ticket.location)
-            made = visibility.of_directories(storage)
-            make_dirs(made, ticket.part.directory, base=ticket.location)
-        with at_path(storage, ticket.location, placed, visibility) as path:
-            jobs = draft.stage(path, placed, accepted.planned)
-        everything = [shares.place(spec) for spec in accepted.parts]
-        jobs = tuple(around(job, everything) for job in jobs)
+            make_dirs(visibility.of_directories(storage), directory, base=ticket.location)
+        placed = replace(accepted, parts=tuple(map(shares.place, accepted.parts)))
+        jobs = self._share.stage(storage, ticket.location, placed, draft)
         if not ticket.alone and any(isinstance(j, TreePart) and not j.directory for j in jobs):
             raise ConfigError("a FileTree needs a directory of its own", part=ticket.part.name)
-        unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
-        name, directory = ticket.part.name, ticket.part.directory
+        first = self._ports.transport.rank == 0
+        unfinished = self._to_finish(placed) if first else ()
+        name = ticket.part.name
         share = GroupShare(
             name, directory, ticket, self._number, jobs, unfinished, self._ports.clock
         )
         self._launch(ticket, share, draft)
-        writer = self._writer
-        assert writer is not None
-        if writer.must_wait or self._ports.staging is not None:  # which moves the state
-            writer.await_copy(self._ports.clock, self._one_call.hear_exit)
-        self._ports.driver.accept()
-
-    def _drop_writer(self) -> None:
-        """End the writer, if there is one. The polls go on if the kernel keeps it."""
-        writer, self._writer, self._begun = self._writer, None, False
-        if writer is not None and not writer.kill(_KILL_WAIT_S):
-            self._dying.append(writer)
 
     def before_update(self) -> None:
         """Wait until this rank's writer has read the state (local): call before changing it.
@@ -254,13 +195,14 @@ class BaseGroupWorker:
         Needed with ``engine="gated"``; otherwise returns at once. A state that changes earlier
         fails its save. An interrupt ends the wait: the state may not change yet.
         """
-        writer = self._writer
+        writer = self._share.writer
         if writer is None or writer.has_copy:
             return
         with self._one_call.running():
             writer.before_update(self._ports.clock, self._one_call.hear)
 
-    def _launch(self, ticket: Ticket, share: PartJob, draft: Draft | None = None) -> None:
+    def _launch(self, ticket: Ticket, share: PartJob, draft: Draft | None) -> None:
+        """Let a writer write the share; ``draft`` has its data."""
         optional = frozenset({ticket.part.name} if ticket.part.optional else ())
         job = RankJob(
             ticket.of,
@@ -271,28 +213,16 @@ class BaseGroupWorker:
             optional,
             self._config.visibility_timeout_s,
         )
-        began = self._ports.clock.monotonic()
-        deadline = began + ticket.timeout_s
-        storage = self._open(ticket.root)
-        self._writer = RankWriter(
-            storage,
-            job,
-            launch=self._ports.launch,
-            deadline=deadline,
-            changed=str if draft is None else draft.changed,
-            let_go=str if draft is None else draft.let_go,
-        )
-        self._writer.begin()
-        total = planned_bytes((share,)) or (draft.expected_bytes if draft is not None else None)
-        self._progress = ShareProgress(self._writer, self._ports.clock, began, total)
+        hear = self._one_call.hear_exit
+        self._share.write(self._open(ticket.root), job, ticket.timeout_s, draft, hear)
         self._begun = True
 
-    def _to_finish(self, accepted: Accepted, shares: GroupParts) -> tuple[Unfinished, ...]:
+    def _to_finish(self, placed: Accepted) -> tuple[Unfinished, ...]:
         """The parts that the group's first rank completes: those of a kind with a finisher."""
         finishers = self._ports.driver.finishers
         return tuple(
-            Unfinished(spec.name, shares.place(spec).directory, finishers[spec.kind])
-            for spec in accepted.parts
+            Unfinished(spec.name, spec.directory, finishers[spec.kind])
+            for spec in placed.parts
             if spec.kind in finishers
         )
 
@@ -304,20 +234,14 @@ class BaseGroupWorker:
             raise ConfigError(f"this worker works on {self._storage.root}, not on {root}")
         return self._storage
 
-    def _fail(self, of: AttemptId, problem: str, reason: str = _FORK_FAILED) -> None:
-        detail = f"rank {self._number}: {problem}"
-        self._reports.append(Failed(of, reason, detail, self._number))
+    def _fail(self, of: AttemptId, *why: str) -> None:
+        self._reports.append(not_begun(of, self._number, *why))
         self._begun = True
 
     @property
     def progress(self) -> Progress | None:
         """The progress of the newest ticket's share on this rank, see ``SaveHandle`` (local)."""
-        return None if self._progress is None else self._progress()
-
-    def _end_progress(self) -> None:
-        """Keep the progress as it is: its writer is over."""
-        if self._progress is not None:
-            self._progress.end()
+        return self._share.progress_now()
 
     # ----------------------------------------------------------------------------------- reports
 
@@ -329,29 +253,23 @@ class BaseGroupWorker:
         certainly gone is reported gone.
         """
         with self._one_call.running():
-            newest, writer = self._newest, self._writer
+            newest, writer = self._newest, self._share.writer
             if newest is not None and writer is None and not self._begun and newest not in doomed:
-                self._fail(newest, "the call that was to write it was interrupted")
-            reports = list(self._reports)
-            if writer is not None:
-                reports += writer.poll(self._ports.clock.monotonic())
+                self._fail(newest, INTERRUPTED)
+            reports = [*self._reports, *self._share.reports()]
             if writer is not None and writer.of in doomed:
-                if writer not in self._dying:
-                    self._dying.append(writer)
-                self._end_progress()
-                self._reports, self._writer = reports, None
-            self._dying = [w for w in self._dying if not w.kill(timeout_s=0.0)]
-            alive = [w.of for w in self._dying]
+                self._reports = reports
+                self._share.drop()
+            list(self._share.gone())
+            alive = self._share.dying
             gone = [of for of in doomed if of not in alive and self._number]
             return [*reports, *(WriterGone(of, self._number) for of in gone)]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for this rank's writer, at most ``timeout_s``, then end it (local)."""
         with self._one_call.running():
-            if self._writer is not None and not self._writer.wait(self._ports.clock, timeout_s):
-                self._writer.kill(timeout_s)
-            self._end_progress()
-            self._writer = None
+            self._share.await_end(timeout_s)
+            self._share.forget()
             self._ports.transport.close()
             self._ports.close_writers()
             if self._storage is not None:
@@ -419,6 +337,15 @@ def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: OffloadTurn) -> 
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+def _refuse_other_parts(parts: Sequence[PartSpec]) -> None:
+    for spec in parts:
+        if spec.format.foreign or spec.format.inside or spec.optional:
+            raise ConfigError(
+                f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
+                "the whole part that may be optional"
+            )
 
 
 def _kind_of(value: Any) -> str:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import (
     DeadlineExceeded,
     Fenced,
@@ -31,15 +31,14 @@ from ckptfsm.core.errors import (
     SaveRefused,
     describe,
 )
-from ckptfsm.core.ports import Draft
 from ckptfsm.core.requests import Accepted
-from ckptfsm.ranks.comparing import Difference, refusal_of, warn_of
-from ckptfsm.ranks.coordinator_client import Answer
+from ckptfsm.ranks.comparing import Difference
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import OffloadTurn
-from ckptfsm.ranks.proposal import Proposal, agree
+from ckptfsm.ranks.proposal import Proposal
 from ckptfsm.ranks.restoring import warn_of_rest
 from ckptfsm.ranks.session import Session, whole_step
+from ckptfsm.writers.rank_writer import no_signal
 
 log = logging.getLogger("ckptfsm")
 
@@ -103,80 +102,35 @@ class Manager(Session):
     ) -> tuple[SaveHandle, BaseException | None]:
         """Draft, ask, stage and fork. Returns the handle and the refusal, the same on every rank."""
         draft, proposal = stage.propose(self._ports.driver, call, metrics)
-        answer, accepted = self._ask_for(proposal, draft)
-        if answer.error is not None:
-            self._ports.driver.refuse()
-            if draft is not None:
-                draft.let_go()
-            return SaveHandle(step), answer.interruption or answer.error
-        assert draft is not None and accepted is not None
+        proposals, differences = self._share.exchange(proposal, draft)
+        answer = self._client.together(partial(self._judge, proposals or [], differences))
+        accepted: Accepted | None = answer.value
+        if accepted is not None:
+            self._participant.expect(accepted.of)
+        self._participant.take_update(answer.update)
+        if accepted is None or draft is None:
+            self._share.undo(draft)
+            return SaveHandle(step), answer.problem
         return self._begin_writing(accepted, draft), None
 
-    def _ask_for(self, proposal: Proposal, draft: Draft | None) -> tuple[Answer, Accepted | None]:
-        """Make the exchange that a save begins with."""
-        answer, accepted = Answer(), None
-        proposal = self._comparison.with_digests(proposal, draft)
-        gathered = self._ports.transport.gather(proposal)
-        differences = self._comparison.differences(gathered, draft)
-        if gathered is not None:
-            answer, accepted = self._judge(gathered, differences)
-        answer = self._client.share(answer)
-        if answer.value is not None:
-            self._participant.expect(answer.value.of)
-        self._participant.take_update(answer.update)
-        return answer, accepted or answer.value
-
-    def _judge(
-        self, proposals: list[Proposal], differences: Sequence[Difference]
-    ) -> tuple[Answer, Accepted | None]:
-        """At rank 0: accept or refuse for all ranks.
-
-        Returns the answer, and the acceptance with all plans.
-        """
+    def _judge(self, proposals: Sequence[Proposal], differences: Sequence[Difference]) -> Accepted:
+        """At rank 0: accept the save for all ranks, or raise its refusal."""
         step = proposals[0].step
         try:
-            if (
-                self.config.ranks_disagree == "warn"
-            ):  # now, for each is named once, refused save or not
-                self._take_differences(step, differences)
-            request = agree(proposals)
-            if self.config.ranks_disagree == "refuse":
-                self._take_differences(step, differences)
-            planned = self._merged(proposals)
-            of = self._client.ask(Coordinator.request, request)
-        except DeadlineExceeded as error:
-            self._client.forget_request()
-            return self._client.answer_of(error), None
+            # Before anything is refused: each difference is named once.
+            for line in self._share.comparison.warn_of(step, differences):
+                self._participant.notes.append(RanksDisagreeWarning(line))
+            request, planned = self._share.agree(proposals, differences)
+            of = self._client.request(request)
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
             error.facts.setdefault("step", step)
-            return self._client.answer_of(error), None
+            raise
+        except DeadlineExceeded:
+            raise
         except Exception as error:  # a bad state dict must not strand the other ranks
             say(log.exception, "save_refused", f"step {step}: the save cannot begin", step=step)
-            refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
-            return self._client.answer_of(refused), None
-        except BaseException as error:  # a Ctrl-C: no rank will write it
-            if self._one_call.left:  # its handler has left the manager
-                raise
-            self._client.forget_request()
-            return self._client.answer_of(error), None
-        accepted = Accepted(of, request.in_place, request.parts, planned)
-        return Answer(accepted.for_others(), update=self._client.collect()), accepted
-
-    def _take_differences(self, step: int, differences: Sequence[Difference]) -> None:
-        """At rank 0: warn of values that differ by rank, or refuse the save."""
-        if differences and self.config.ranks_disagree == "refuse":
-            raise refusal_of(step, differences)
-        self._participant.notes += map(RanksDisagreeWarning, warn_of(step, differences))
-
-    def _merged(self, proposals: list[Proposal]) -> Mapping[str, bytes]:
-        try:
-            return self._ports.driver.merge([p.summary for p in proposals])
-        except (Exception, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is one: the others wait
-            raise SaveRefused(
-                f"the save cannot begin: {describe(error)}", step=proposals[0].step
-            ) from error
+            raise SaveRefused(f"the save cannot begin: {describe(error)}", step=step) from error
+        return Accepted(of, request.in_place, request.parts, planned)
 
     def before_update(self) -> None:
         """Wait until the save in flight has read this rank's state (local): call before changing it.
@@ -185,11 +139,11 @@ class Manager(Session):
         its save, if torch counts the change. An interrupt ends the wait: the state may not change yet.
         For state on an accelerator the host does not wait: the later work of the current stream does.
         """
-        writer = self._participant.reports.writer
+        writer = self._share.writer
         if writer is None or writer.has_copy or self._participant.is_copy:
             return
         with self._one_call.running(), self._stalling(writer.of.step):
-            self._participant.reports.before_update(self._one_call.hear)
+            writer.before_update(self._ports.clock, self._one_call.hear)
 
     def restore(
         self,
@@ -216,7 +170,7 @@ class Manager(Session):
         """
         self._require_open()
         with self._one_call.running():
-            self._participant.reports.await_copy()  # the load may change the state in place
+            self._share.await_copy(no_signal)  # the load may change the state in place
             restored = self._restorer(self.config).restore(state, parts, step)
         self._participant.say_notes()
         if restored is not None and self.rank == 0:

@@ -59,13 +59,13 @@ from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.progress import ShowProgress
 from ckptfsm.ranks.reports import RankReports
+from ckptfsm.ranks.share import Share
 
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
 _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED, _ENDING = range(6)
 _KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart completes these
 _LEAVE_S = 0.5  # the least time for the disk to answer, after any wait for the writer
-_BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
 
 
 class Participant:
@@ -82,6 +82,7 @@ class Participant:
         link: CoordinatorClient,
         calls: OneCall,
         hooks: Sequence[Hook],
+        share: Share,
         writers: int,
     ) -> None:
         self.calls = calls
@@ -94,9 +95,10 @@ class Participant:
         self.failures: dict[AttemptId | None, CkptFsmError] = {}
         self.owed: CkptFsmError | None = None  # of a save that is to be retried
         self.notes: list[Warning] = []
-        self.reports = RankReports(ports, config, writers)
+        self.reports = RankReports(ports.transport, config, share, writers)
         self.show = ShowProgress(config.progress, ports.transport.rank, ports.clock)
         self.allocation = Allocation(ports.clock, config.end_of_allocation)
+        self._share = share
         self._ports = ports
         self._config = config
         self._client = link
@@ -125,7 +127,8 @@ class Participant:
     def end(self) -> None:
         """Note that the root was given back."""
         self._closed = self.calls.left = True
-        self.reports.let_agent_go()
+        if self._share.agent is not None:
+            self._share.agent.end()
         self.show.leave()
 
     def begin(self, view: View, update: Update) -> None:
@@ -149,7 +152,7 @@ class Participant:
         if busy is not None and self._rank == 0 and not problem:
             left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
             problem = self._finish_alone(busy, max(left_s, _LEAVE_S))
-        self.reports.forget()
+        self._share.forget()
         if busy is None or not problem:
             return ""
         return f"step {busy.step} was in flight when its manager was left, and {problem}"
@@ -252,7 +255,7 @@ class Participant:
         """Make a cheap exchange, and a full one if any rank has news. Returns the agreed flags."""
         now = self._ports.clock.monotonic()
         self._client.catch_up()
-        self.reports.note_due(now, self.view)
+        self.reports.note_due(self.view)
         flags = [
             bool(self.reports.outbox) or self._client.has_news,
             self._timed_save_due(now),
@@ -360,7 +363,7 @@ class Participant:
         self.show.leave()
         for handle in self._handles.values():
             handle._error = handle._error or fatal
-        self.reports.end()
+        self._share.drop()
         self.view = View(self.view.steps)
 
     def _say_unusable(self, record: TransitionRecord) -> None:
@@ -386,12 +389,12 @@ class Participant:
         self.allocation.save_tracked()
         self.owed = None
         self._lost.clear()
-        self.reports.forget()
+        self._share.forget()
         self._handles.pop(record.of, None)
 
     def _on_withdrawn(self, record: TransitionRecord) -> None:
         """Fail a save for the trainer that was published, but withdrawn before it was tracked."""
-        self.reports.forget()
+        self._share.forget()
         self._end_failed(record)
 
     def _end_failed(self, record: TransitionRecord) -> None:
@@ -486,9 +489,9 @@ class Participant:
             for spec in accepted.parts
             if spec.format is TREE and spec.ranks is not None and self._rank not in spec.ranks
         ]
-        self.show.begin(accepted.of, self._writing_ranks(accepted), self.reports.progress_now)
+        self.show.begin(accepted.of, self._writing_ranks(accepted), self._share.progress_now)
         self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)
-        handle._progress = self.reports.progress
+        handle._progress = self._share.progress
         return handle
 
     def _writing_ranks(self, accepted: Accepted) -> int:

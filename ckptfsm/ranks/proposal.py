@@ -39,7 +39,8 @@ class Proposal(Sent):
     ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others. ``digests``
     has a number for each of ``specs``: the values in it of which one rank's are kept for all.
     ``trees`` names each ``FileTree`` with its ``every_rank``. ``place`` has the part and the key of
-    the value that an ``error`` is about, if it is about one.
+    the value that an ``error`` is about, if it is about one. ``directories`` are those inside the
+    part of a group, whose order numbers its shares.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Proposal(Sent):
     trees: tuple[tuple[str, bool | None], ...] = ()
     digests: tuple[int, ...] = ()
     place: tuple[tuple[str, str], ...] = ()
+    directories: tuple[str, ...] = ()
 
 
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -178,6 +180,13 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
         if (proposal.step, _names(proposal)) != (first.step, _names(first)):
             raise SaveRefused(
                 f"rank {rank} asks for step {proposal.step} or parts that rank 0 does not ask for",
+                step=first.step,
+                rank=rank,
+            )
+        if proposal.directories != first.directories:
+            raise SaveRefused(
+                f"rank {rank} names the directories {list(proposal.directories)}, the first rank "
+                f"{list(first.directories)}: give None where other ranks write",
                 step=first.step,
                 rank=rank,
             )

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,11 +51,11 @@ from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.jobs.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
-from ckptfsm.ranks.comparing import Comparison
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant
 from ckptfsm.ranks.restoring import Restorer
+from ckptfsm.ranks.share import Share
 from ckptfsm.ranks.shared_root import OpenedRoot, open_shared
 
 if TYPE_CHECKING:
@@ -88,10 +89,10 @@ class Session:
         self._client = CoordinatorClient(
             ports.transport, config.effect_timeout_s, self._one_call.hear
         )
+        self._share = Share(ports, config)
         self._participant = Participant(
-            ports, config, self._client, self._one_call, hooks, self.writers
+            ports, config, self._client, self._one_call, hooks, self._share, self.writers
         )
-        self._comparison = Comparison(ports.transport, forget=config.ranks_disagree == "refuse")
         self._client.on_reports = self._participant.show.hear
         self._gone = False
         self._jobs: JobsBeside | None = None
@@ -142,7 +143,7 @@ class Session:
             except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
                 answer = Answer(error=interrupted_rank(error), interruption=error)
         answer = self._client.share(answer)
-        raised = answer.interruption or answer.error or problem or self._open_locally(answer)
+        raised = answer.problem or problem or self._open_locally(answer)
         self._agree_that_all_opened(raised)
         self._recovery, view, _, _ = answer.value
         self._participant.begin(view, answer.update)
@@ -150,7 +151,8 @@ class Session:
         if mailbox is not None:
             show = self._participant.show.look
             agent = Agent(self._ports.clock, mailbox, self._client.reporter(), show)
-            self._participant.reports.employ(agent)
+            agent.start()
+            self._share.agent = agent
         self._note_recovery()
 
     def _open_locally(self, answer: Answer) -> CkptFsmError | None:
@@ -593,7 +595,7 @@ class Session:
             return
         if step - since >= self.config.poll_warning_steps:
             self._unpolled_since = step
-            agent = self._participant.reports.agent
+            agent = self._share.agent
             lost = (
                 "its failure would not be seen, and foreign requests wait"
                 if agent is not None and agent.alive
@@ -664,11 +666,10 @@ class Session:
         answer = Answer()
         with self._one_call.running():
             try:
-                answer = self._client.together(work, *arguments)
+                answer = self._client.together(partial(self._client.ask, work, *arguments))
                 self._participant.take_update(answer.update)
-                problem = answer.interruption or answer.error
-                if problem is not None:
-                    raise problem
+                if answer.problem is not None:
+                    raise answer.problem
             except BaseException:  # a Ctrl-C
                 self._client.give_back(answer.value)
                 raise

@@ -29,6 +29,7 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import (
     Clock,
+    Draft,
     Launch,
     NotGone,
     Outcome,
@@ -74,13 +75,14 @@ class FilePart(PartJob):
 def write_rank(
     storage: Storage,
     job: RankJob,
-    await_word: Callable[[], object] = str,
+    await_word: Callable[[], object] | None = None,
     count: Count | None = None,
     clock: Clock | None = None,
 ) -> list[tuple[str, int, Any]]:
     """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
 
-    ``await_word`` returns when the receipts may be written: they must not vouch for a torn copy.
+    ``await_word`` returns when the receipts may be written: they must not vouch for a torn copy. A
+    forked child has a copy that nothing tears, and gives none.
     ``count`` is told the bytes of the shards while they are written. ``clock`` is the system's by
     default.
     """
@@ -93,7 +95,8 @@ def write_rank(
         _require_mark(storage, job.of, job.location)
         write = _try_part if part.name in job.optional else _write_part
         written.append((part, write(shards, job, part)))
-    await_word()
+    if await_word is not None:
+        await_word()
     told = []
     for part, result in written:
         put_receipt(storage, job, part, result)
@@ -165,8 +168,8 @@ class RankWriter:
 
     Keep it before ``begin``, which may raise: until ``kill`` returns True, its process may write.
 
-    ``changed`` names data that was changed before the writer held its copy; "" if nothing was.
-    ``let_go`` is called once the writer holds its copy. ``has_copy``: the trainer may change its data.
+    ``draft`` holds the data of the job, and tells whether they were changed; None if it has none. It
+    lets go of them once the writer holds its copy. ``has_copy``: the trainer may change its data.
     ``ended_at`` is the time at which the writer's end was seen. ``durable_bytes`` is the size of its
     shards, if all are durable then.
     """
@@ -178,8 +181,7 @@ class RankWriter:
         *,
         launch: Launch,
         deadline: float,
-        changed: Callable[[], str] = str,
-        let_go: Callable[[], object] = str,
+        draft: Draft | None = None,
     ) -> None:
         self.of = job.of
         self.payloads: dict[str, Any] = {}
@@ -190,7 +192,7 @@ class RankWriter:
         self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
         self._deadline = deadline
         self._end: tuple[Event, ...] | None = None
-        self._changed, self._let_go = changed, let_go
+        self._draft = draft
         self._copying = job.copying
         self._lent = job.lent
         self._lock = threading.RLock()  # an agent's thread looks too
@@ -232,13 +234,13 @@ class RankWriter:
             return
         self.process.confirm()
         self.has_copy = True
-        self._let_go()
-        self._changed = self._let_go = str  # they hold the data
-        self._copying = None
+        if self._draft is not None:
+            self._draft.let_go()
+        self._draft = self._copying = None
 
     def _is_intact(self) -> bool:
         """Fail if the data changed before the writer had it."""
-        problem = self._changed()
+        problem = self._draft.changed() if self._draft is not None else ""
         if problem:
             self.process.kill(timeout_s=0.0)
             detail = f"rank {self._rank}: {problem}"

@@ -1136,7 +1136,7 @@ def work_in_a_group(here: Here, root: str, ticket: str, engine: str) -> list[str
         time.sleep(PACE_S)
         said += worker.poll()
     if engine != "fork":
-        assert worker._writer is not None
-        assert isinstance(worker._writer.process, WriteJob), "it was forked"
+        assert worker._share.writer is not None
+        assert isinstance(worker._share.writer.process, WriteJob), "it was forked"
     worker.close()
     return [base64.b64encode(pickle.dumps(event)).decode() for event in said]

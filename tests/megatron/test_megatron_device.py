@@ -60,7 +60,7 @@ class Trainer:
 
     @property
     def job(self):
-        return self.manager._participant.reports.writer.process
+        return self.manager._share.writer.process
 
     def update(self) -> None:
         """The kernels of an optimizer's step."""
@@ -203,7 +203,7 @@ def test_state_on_host_and_accelerator_is_saved_together(trainers, device):
     trainer.save(1, host=on_host)
     device.run()
     trainer.manager.before_update()
-    assert trainer.manager._participant.reports.writer.has_copy
+    assert trainer.manager._share.writer.has_copy
     on_host.zero_()
     trainer.update()
     device.run()

@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "doomed-writers-write-on",
-        "ranks.group_worker:BaseGroupWorker.poll",
+        "ranks.share:Share.drop",
         "self._dying.append(writer)",
         "pass",
         breaks="F13",

@@ -65,8 +65,8 @@ MUTANTS = (
     ),
     mutant(
         "a-writer-lives-on-without-its-state",
-        "ranks.reports:RankReports.begin_writing",
-        "self.writer.kill(timeout_s=0.0)",
+        "ranks.share:Share.undo",
+        "self.drop()",
         "pass",
         breaks="I5",
         source="order",
@@ -76,7 +76,7 @@ MUTANTS = (
     mutant(
         "a-torn-copy-is-confirmed",
         "writers.rank_writer:RankWriter._is_intact",
-        "problem = self._changed()",
+        'problem = self._draft.changed() if self._draft is not None else ""',
         'problem = ""',
         breaks="I5",
         source="order",
@@ -342,24 +342,13 @@ MUTANTS = (
     ),
     mutant(
         "a-save-without-a-copy-does-not-wait",
-        "ranks.reports:RankReports.begin_writing",
+        "ranks.share:Share.write",
         "self.writer.must_wait or",
         "False or",
         breaks="I5",
         source="order",
         killers=(
             "tests:test_manager.py::test_a_save_without_memory_for_a_copy_waits_for_its_reader",
-        ),
-        why="the trainer changes its state while the writer reads it",
-    ),
-    mutant(
-        "a-worker-without-a-copy-does-not-wait",
-        "ranks.group_worker:BaseGroupWorker._begin",
-        "writer.must_wait or",
-        "False or",
-        breaks="I5",
-        source="order",
-        killers=(
             "tests:test_controller.py::test_a_worker_without_memory_for_a_copy_waits_for_its_reader",
         ),
         why="the trainer changes its state while the writer reads it",
@@ -377,7 +366,7 @@ MUTANTS = (
     mutant(
         "a-writer-reads-on-after-its-call-was-interrupted",
         "ranks.group_worker:BaseGroupWorker._write",
-        "self._drop_writer()",
+        "self._share.undo(draft)",
         "pass",
         breaks="I5",
         source="order",

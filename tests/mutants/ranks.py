@@ -76,7 +76,7 @@ WRITERS = (
     ),
     mutant(
         "gone-is-said-of-the-living",
-        "ranks.reports:RankReports.bury",
+        "ranks.share:Share.gone",
         "if writer.kill(timeout_s=0.0):",
         "if True:",
         breaks="I1",
@@ -130,7 +130,7 @@ WRITERS = (
     mutant(
         "a-save-holds-what-its-writer-has",
         "writers.rank_writer:RankWriter.look_at_copy",
-        "self._let_go()",
+        "self._draft.let_go()",
         "pass",
         breaks="I10",
         source="verl #4638",

@@ -421,12 +421,14 @@ class Trainer:
 
     def _look(self) -> None:
         """The agent's look, outside of the rounds: its thread has no turns of its own here."""
-        reports = self.manager._participant.reports
+        share = self.manager._share
         if self._agent is None:
             mailbox, report = Mail(self.site, self.job.mail), self.manager._client.reporter()
-            self._agent = Agent(self.ports.clock, mailbox, report)
-        if self._agent._writer is not reports.writer:
-            self._agent.begin(reports.writer)
+            self._agent = Agent(
+                self.ports.clock, mailbox, report, self.manager._participant.show.look
+            )
+        if self._agent._writer is not share.writer:
+            self._agent.begin(share.writer)
         self._agent._look()
 
     def _poll(self) -> None:

@@ -64,7 +64,7 @@ def test_a_gated_save_without_a_promise_says_so_once(tmp_path: Path, caplog):
         assert len(told) == 1
         manager.attach(optimizer)
         manager.save(3, state(weight))
-        assert not manager._participant.reports.writer.must_wait
+        assert not manager._share.writer.must_wait
 
 
 def wait_for_process(manager: CheckpointManager) -> None:
@@ -74,7 +74,7 @@ def wait_for_process(manager: CheckpointManager) -> None:
 
 def is_lent(manager: CheckpointManager) -> bool:
     """True if the process of the save in flight reads memory of the trainer behind ``save``."""
-    return manager._participant.reports.writer.process._lent
+    return manager._share.writer.process._lent
 
 
 @pytest.mark.parametrize("engine", ["auto", "gated"])

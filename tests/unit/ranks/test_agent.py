@@ -86,7 +86,7 @@ def test_reports_that_come_by_both_ways_are_no_warning(tmp_path, caplog, killed)
     settings = {"before_write": gate.hold if killed else None, "on_failure": "warn"}
     with manager_of(tmp_path / "root", OneRank(), **settings) as manager:
         handle = manager.save(1, {"w": 1})
-        writer = manager._participant.reports.writer
+        writer = manager._share.writer
         assert writer is not None
         if killed:
             assert writer.process.kill(WAIT_S)
@@ -137,7 +137,7 @@ def test_a_failure_is_raised_by_poll(tmp_path):
     gate = FifoGate(tmp_path / "gate")
     with manager_of(tmp_path / "root", OneRank(), before_write=gate.hold) as manager:
         handle = manager.save(1, {"w": 1})
-        assert manager._participant.reports.writer.process.kill(WAIT_S)
+        assert manager._share.writer.process.kill(WAIT_S)
         with pytest.raises(WriterDied):
             manager.wait_until_finished()
         assert isinstance(handle.exception(), WriterDied)
@@ -159,7 +159,7 @@ def test_the_thread_ends_with_its_manager(tmp_path):
     for _ in range(3):
         box = Shared()
         manager = manager_of(tmp_path, box)
-        agent = manager._participant.reports.agent
+        agent = manager._share.agent
         assert agent.alive
         manager.close()
         agent._thread.join(WAIT_S)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import RanksDisagreeWarning, SaveRefused
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.ranks.comparing import Comparison, Difference, warn_of
+from ckptfsm.ranks.comparing import Comparison, Difference
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.proposal import Proposal
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
@@ -51,12 +52,12 @@ class Drafted:
         self.specs = tuple(PartSpec(name, directory=name) for name in self.digests)
 
 
-def compare(*saves: list[Mapping[str, Mapping[str, int]]], forget: bool = False) -> list[Any]:
+def compare(*saves: list[Mapping[str, Mapping[str, int]]], mode: Any = "warn") -> list[Any]:
     """The differences that rank 0 finds at each save; a save has the digests of each rank."""
     ranks = len(saves[0])
 
     def one(transport: ThreadTransport) -> list[tuple[Difference, ...]]:
-        comparison, heard = Comparison(transport, forget=forget), []
+        comparison, heard = Comparison(transport, mode), []
         for save in saves:
             draft: Any = Drafted(save[transport.rank])
             proposal = comparison.with_digests(Proposal(1, ranks, draft.specs), draft)
@@ -85,7 +86,7 @@ def test_a_key_that_differs_is_named_once_with_its_ranks():
 def test_a_refused_key_is_named_at_every_save():
     """Catches: ``ranks_disagree="refuse"`` that lets the second try pass."""
     one, two = {"state": {"a": 1}}, {"state": {"a": 2}}
-    assert [len(found) for found in compare([one, two], [one, two], forget=True)] == [1, 1]
+    assert [len(found) for found in compare([one, two], [one, two], mode="refuse")] == [1, 1]
 
 
 def test_a_key_that_a_rank_does_not_have_differs():
@@ -112,7 +113,7 @@ def test_many_keys_that_differ_are_told_in_few_lines(caplog):
     """Catches: a line of log for each parameter of an optimizer, in a job or in a group."""
     found = [Difference("state", f"key{number}", 0, (1,)) for number in range(100)]
     with caplog.at_level(logging.WARNING):
-        lines = warn_of(7, found)
+        lines = Comparison(LocalTransport(), "warn").warn_of(7, found)
     assert said(caplog) == lines and len(lines) < 12
     assert "92 more keys" in lines[-1] and "state: key8," in lines[-1] and len(lines[-1]) < 600
 

@@ -388,7 +388,7 @@ def test_F13_the_writer_of_a_failed_attempt_is_ended(tmp_path):
     gate = FifoGate(tmp_path / "gate")
     job.groups["actor"].drivers[0].before_write = gate.hold
     job.write(save, "actor")
-    writer = job.groups["actor"].workers[0]._writer
+    writer = job.groups["actor"].workers[0]._share.writer
     assert writer is not None
     pid = writer.process.pid
     job.controller.lost("critic")
@@ -406,7 +406,7 @@ def test_the_writer_of_a_failed_attempt_is_gone_before_the_next_one_starts(tmp_p
     worker, driver = job.groups["actor"].workers[0], job.groups["actor"].drivers[0]
     driver.before_write = FifoGate(tmp_path / "gate").hold
     job.write(job.begin(10))
-    first = worker._writer
+    first = worker._share.writer
     job.controller.abandon()
     again = GroupJob(tmp_path, {"actor": 1})
     again.groups = job.groups  # the workers outlive their controller
@@ -417,7 +417,7 @@ def test_the_writer_of_a_failed_attempt_is_gone_before_the_next_one_starts(tmp_p
         ended.append(first.process.poll() is not None)
         return begin(storage, order)
 
-    worker._ports = replace(worker._ports, launch=launch)
+    worker._share._ports = replace(worker._ports, launch=launch)
     again.save(20).handle.wait()
     assert ended == [True]
     again.controller.close()
@@ -928,10 +928,12 @@ def test_I10_a_ctrl_c_is_heard_at_the_gate_of_a_worker(tmp_path):
     ticket = job.begin(10).tickets["actor"]
     worker = job.groups["actor"].workers[0]
     order = RankJob(ticket.of, 0, 1, ticket.location, ())
-    worker._writer = RankWriter(worker._open(ticket.root), order, launch=Unread, deadline=1e12)
+    worker._share.writer = RankWriter(
+        worker._open(ticket.root), order, launch=Unread, deadline=1e12
+    )
     with pytest.raises(KeyboardInterrupt):
         worker.before_update()
-    assert worker._writer.process.looks == 1
+    assert worker._share.writer.process.looks == 1
     job.controller.abandon()
 
 
@@ -940,9 +942,9 @@ def test_a_worker_without_memory_for_a_copy_waits_for_its_reader(tmp_path):
     job = GroupJob(tmp_path, {"actor": 1})
     save = job.begin(10)
     worker = job.groups["actor"].workers[0]
-    worker._ports = replace(worker._ports, launch=ReadLate)
+    worker._share._ports = replace(worker._ports, launch=ReadLate)
     job.write(save)
-    assert worker._writer.has_copy
+    assert worker._share.writer.has_copy
     save.handle.wait()
     job.controller.close()
 
@@ -959,7 +961,7 @@ def test_I10_a_ctrl_c_ends_the_wait_of_a_worker_and_its_writer(tmp_path):
         started.append(UnreadWithoutGate(storage, order))
         return started[0]
 
-    worker._ports = replace(worker._ports, launch=launch)
+    worker._share._ports = replace(worker._ports, launch=launch)
     with pytest.raises(KeyboardInterrupt):
         worker.write(ticket, {"w": b"x"})
     assert (started[0].looks, started[0].outcome) == (1, Outcome(-9))
@@ -974,7 +976,7 @@ def test_I10_another_exception_of_a_handler_does_not_fail_a_worker_that_waits(tm
     job = GroupJob(tmp_path, {"actor": 1})
     save = job.begin(10)
     worker = job.groups["actor"].workers[0]
-    worker._ports = replace(worker._ports, launch=Struck)
+    worker._share._ports = replace(worker._ports, launch=Struck)
     with handler_that_raises(), pytest.raises(Elastic):
         worker.write(save.tickets["actor"], {"w": b"x"})
     save.handle.wait()
@@ -999,7 +1001,7 @@ def test_a_worker_whose_wait_fails_ends_its_writer(tmp_path):
     parts = {"actor": GroupPart("actor", optional=True), "data.pt": b"x"}
     save = job.controller.begin(10, parts)
     worker = job.groups["actor"].workers[0]
-    worker._ports = replace(worker._ports, launch=launch)
+    worker._share._ports = replace(worker._ports, launch=launch)
     worker.write(save.tickets["actor"], {"w": b"x"})
     assert started[0].outcome == Outcome(-9)
     save.handle.wait()
@@ -1017,7 +1019,7 @@ def test_I10_a_ctrl_c_while_a_workers_writer_starts_is_reported(tmp_path, monkey
     def interrupted(storage: Storage, order: RankJob) -> WriterProcess:
         raise KeyboardInterrupt
 
-    worker._ports = replace(worker._ports, launch=interrupted)
+    worker._share._ports = replace(worker._ports, launch=interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.write(ticket, {"w": b"x"})
     [failed] = worker.poll()

@@ -1507,7 +1507,7 @@ def test_F25_leaving_with_an_exception_abandons(run: Run):
     run.driver.before_write = gate.hold
     with pytest.raises(KeyError, match="the trainer's own"), run.open() as manager:
         handle = manager.save(1, weights(1))
-        child = manager._participant.reports.writer.process
+        child = manager._share.writer.process
         raise KeyError("the trainer's own")
     assert child.poll() is not None and not child.poll().succeeded
     assert not handle.done
@@ -1620,7 +1620,7 @@ def test_F25_a_disk_that_does_not_say_is_no_loss(run: Run):
     said = "whether it was finished is not known: the next start decides"
     with pytest.warns(SaveFailedWarning, match=said), pytest.raises(KeyError), manager:
         manager.save(1, weights(1))
-        assert manager._participant.reports.writer.process.wait(20.0)
+        assert manager._share.writer.process.wait(20.0)
         raise KeyError
     stuck.go.set()
 
@@ -1711,7 +1711,7 @@ def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
     run.driver.before_write = gate.hold
     manager = run.open(writer_timeout_s=100.0)
     handle = manager.save(1, weights(1))
-    child = manager._participant.reports.writer.process
+    child = manager._share.writer.process
     manager.poll()
     assert not handle.done
     run.clock.advance(101)
@@ -2114,7 +2114,7 @@ def test_I10_a_ctrl_c_is_heard_at_the_gate(run: Run):
     ports = fake_ports(run.root, driver=run.driver, clock=run.clock, launch=Unread)
     manager = Manager(ports, make_config(QUICK))
     manager.save(1, weights(1))
-    process = manager._participant.reports.writer.process
+    process = manager._share.writer.process
     with pytest.raises(KeyboardInterrupt):
         manager.before_update()
     assert (process.looks, process.outcome) == (1, None)
@@ -2129,7 +2129,7 @@ def test_a_save_without_memory_for_a_copy_waits_for_its_reader(run: Run):
     ports = fake_ports(run.root, driver=run.driver, clock=run.clock, launch=ReadLate)
     manager = Manager(ports, make_config(QUICK))
     handle = manager.save(1, weights(1))
-    assert manager._participant.reports.writer.has_copy
+    assert manager._share.writer.has_copy
     handle.wait()
     manager.close()
 
@@ -2141,8 +2141,8 @@ def test_I10_a_ctrl_c_is_heard_in_a_save_that_waits(run: Run):
     manager = Manager(ports, make_config(QUICK))
     with pytest.raises(KeyboardInterrupt):
         manager.save(1, weights(1))
-    process = manager._participant.reports.writer.process
-    assert (process.looks, process.outcome) == (1, Outcome(-9))
+    (writer,) = manager._share._dying
+    assert (writer.process.looks, writer.process.outcome) == (1, Outcome(-9))
     with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
         manager.wait_until_finished()
     manager.close()
@@ -2479,7 +2479,7 @@ def test_an_error_behind_the_launch_ends_the_writer(run: Run, monkeypatch: pytes
 
     monkeypatch.setattr(run.driver, "accept", fail)
     manager.save(1, weights(1))
-    writer = manager._participant.reports.writer
+    (writer,) = manager._share._dying
     outcome = writer.process.wait(10.0)
     assert outcome is not None and outcome.exitcode == -signal.SIGKILL
     with pytest.raises(SaveFailed, match="behind the launch"):

@@ -335,7 +335,7 @@ def test_offload_comes_when_a_groups_parts_were_let_go_of(tmp_path: Path):
     (worker,), watched = job.groups["actor"].workers, Watched()
     ports = worker._ports
     staging = OffloadHook(lambda: None, watched.offload)
-    worker._ports = fake_ports(
+    worker._ports = worker._share._ports = fake_ports(
         tmp_path / "root", driver=ports.driver, transport=ports.transport, staging=staging
     )
     save = job.begin(1)

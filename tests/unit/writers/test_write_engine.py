@@ -140,7 +140,8 @@ def job(*parts, of: AttemptId = OF) -> RankJob:
 
 
 def writer(engine, storage, *parts, of: AttemptId = OF, changed=str) -> RankWriter:
-    made = RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, changed=changed)
+    draft = SimpleNamespace(changed=changed, let_go=lambda: None)
+    made = RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, draft=draft)
     made.begin()
     return made
 

@@ -1,0 +1,205 @@
+"""This process's share of a save: planned with the other ranks, then written by a writer, to its end.
+
+A rank of a job has one such object, and so has a worker of a group. They differ in who is told.
+
+Rules:
+
+- A writer is kept from before it may run until it is certainly gone, or its save is over.
+- A writer ends before the data that it reads is let go of.
+- Only a writer that is certainly gone counts as gone.
+- A share that cannot begin leaves no writer, and the draft holds nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import SaveRefused, describe
+from ckptfsm.core.events import Event, Failed
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Draft, PartJob, Ports, RankJob, Storage
+from ckptfsm.core.progress import Progress
+from ckptfsm.core.requests import Accepted, SaveRequest
+from ckptfsm.disk.visibility import Visibility
+from ckptfsm.ranks.agent import Agent
+from ckptfsm.ranks.comparing import Comparison, Difference
+from ckptfsm.ranks.progress import ShareProgress
+from ckptfsm.ranks.proposal import Proposal, agree, is_about_a_value
+from ckptfsm.writers.plain_files import around, at_path, planned_bytes
+from ckptfsm.writers.rank_writer import RankWriter
+
+INTERRUPTED = "the call that was to write it was interrupted"
+Hear = Callable[[], BaseException | None]
+
+
+class Share:
+    """The share, see the module. ``writer`` and ``draft`` are those of the save that is written now.
+
+    ``progress`` is that of the newest save; None until it has a writer. ``agent`` carries reports
+    between the rounds, if there is one.
+    """
+
+    def __init__(self, ports: Ports, config: CheckpointConfig) -> None:
+        self.writer: RankWriter | None = None
+        self.draft: Draft | None = None
+        self.progress: ShareProgress | None = None
+        self.agent: Agent | None = None
+        self._ports = ports
+        self._config = config
+        self.comparison = Comparison(ports.transport, config.ranks_disagree)
+        self._dying: list[RankWriter] = []
+        self._began = 0.0
+
+    # ------------------------------------------------------------------------------------- the plan
+
+    def exchange(
+        self, proposal: Proposal, draft: Draft | None
+    ) -> tuple[list[Proposal] | None, Sequence[Difference]]:
+        """Send this rank's proposal to the first rank, which gets all of them (collective).
+
+        Returns them, and the values that differ by rank, which every rank is told.
+        """
+        proposal = self.comparison.with_digests(proposal, draft)
+        gathered = self._ports.transport.gather(proposal)
+        return gathered, self.comparison.differences(gathered, draft)
+
+    def agree(
+        self, proposals: Sequence[Proposal], differences: Sequence[Difference]
+    ) -> tuple[SaveRequest, Mapping[str, bytes]]:
+        """At the first rank: the request that all proposals make, and its planned metadata.
+
+        Raises ``SaveRefused``, and what the driver raises.
+        """
+        request = agree(proposals)
+        self.comparison.refuse(request.step, differences)
+        try:
+            return request, self._ports.driver.merge([p.summary for p in proposals])
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is one: the others wait
+            said = f"the save cannot begin: {describe(error)}"
+            raise SaveRefused(said, step=request.step) from error
+
+    # ----------------------------------------------------------------------------------- the writer
+
+    def clear(self) -> None:
+        """Note that a new save begins, of which nothing is written yet."""
+        self.progress, self._began = None, self._now()
+
+    def stage(
+        self, storage: Storage, location: str, accepted: Accepted, draft: Draft
+    ) -> tuple[PartJob, ...]:
+        """Bring the data of this rank's parts to where the writer finds it. Returns the jobs."""
+        specs = accepted.of_rank(self._ports.transport.rank)
+        visibility = Visibility(self._ports.clock, self._config.visibility_timeout_s)
+        with at_path(storage, location, specs, visibility) as path:
+            staged = draft.stage(path, specs, accepted.planned)
+        return tuple(around(job, accepted.parts) for job in staged)
+
+    def write(
+        self, storage: Storage, job: RankJob, timeout_s: float, draft: Draft | None, hear: Hear
+    ) -> None:
+        """Launch the writer, and return when the trainer's next call may be made.
+
+        ``timeout_s`` is the writer's time. ``draft`` holds the data of the job; None if it has none.
+        ``hear`` runs the signal handlers that wait. The exception of one ends the wait for the copy.
+        """
+        self.draft = draft
+        deadline, launch = self._now() + timeout_s, self._ports.launch
+        self.writer = RankWriter(storage, job, launch=launch, deadline=deadline, draft=draft)
+        self.writer.begin()
+        total = planned_bytes(job.parts) or (draft.expected_bytes if draft is not None else None)
+        self.progress = ShareProgress(self.writer, self._ports.clock, self._began, total or None)
+        if self.agent is not None:
+            self.agent.begin(self.writer)
+        if draft is None:
+            return
+        if self.writer.must_wait or self._ports.staging is not None:  # which moves the state
+            self.await_copy(hear)
+        self._ports.driver.accept()
+
+    def stand_by(self) -> None:
+        """Take part in a save of which this rank writes nothing."""
+        if self.agent is not None:
+            self.agent.begin(None)
+        self._ports.driver.accept()
+
+    def undo(self, draft: Draft | None) -> None:
+        """Let go of a save that was refused, or that could not begin here."""
+        self.drop()  # first: it reads what is let go of
+        self._ports.driver.refuse()
+        if draft is not None:
+            draft.let_go()
+
+    def await_copy(self, hear: Hear) -> None:
+        """Wait until the writer needs the trainer's data no more; its deadline bounds the wait."""
+        if self.writer is not None:
+            self.writer.await_copy(self._ports.clock, hear)
+
+    def reports(self) -> list[Event]:
+        """The writer's reports so far, again at every call."""
+        return [] if self.writer is None else self.writer.poll(self._now())
+
+    def progress_now(self) -> Progress | None:
+        """The progress of the newest save, from any thread."""
+        progress = self.progress
+        return None if progress is None else progress()
+
+    # -------------------------------------------------------------------------------------- its end
+
+    def await_end(self, timeout_s: float) -> bool:
+        """Wait for the writer, then end it. True if it ended in time, or there is none."""
+        ended = self.writer is None or self.writer.wait(self._ports.clock, timeout_s)
+        if self.writer is not None and not ended:
+            self.writer.kill(timeout_s)
+        return ended
+
+    def forget(self) -> None:
+        """Drop writer and draft: the save is over for this rank."""
+        if self.agent is not None:
+            self.agent.rest()
+        if self.progress is not None:
+            self.progress.end()
+        self.writer = self.draft = None
+
+    def drop(self, timeout_s: float = 0.0) -> None:
+        """End the writer, if there is one, and look after it until it is gone: see ``gone``.
+
+        ``timeout_s`` is the time to wait for that here.
+        """
+        writer = self.writer
+        if writer is None:
+            return
+        if writer not in self._dying:  # first: an interrupt here must not lose it
+            self._dying.append(writer)
+        self.forget()
+        writer.kill(timeout_s)
+
+    def gone(self) -> Iterator[AttemptId]:
+        """The attempts whose dropped writers are certainly gone by now, each once.
+
+        One that the caller did not get to take is given again.
+        """
+        for writer in list(self._dying):
+            if writer.kill(timeout_s=0.0):
+                yield writer.of
+                self._dying.remove(writer)
+
+    @property
+    def dying(self) -> tuple[AttemptId, ...]:
+        """The attempts of dropped writers that may still write."""
+        return tuple(writer.of for writer in self._dying)
+
+    def _now(self) -> float:
+        return self._ports.clock.monotonic()
+
+
+def not_begun(of: AttemptId, rank: int, why: str, reason: str = "fork_failed") -> Failed:
+    """The report of a share that cannot begin."""
+    return Failed(of, reason, f"rank {rank}: {why}", rank)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason of a save that failed because a share could not begin."""
+    return SaveRefused.kind if is_about_a_value(error) else "fork_failed"
