@@ -26,11 +26,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import ConfigError, RankInterrupted
 from ckptfsm.core.ports import DeferredSignals
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -215,6 +215,22 @@ class OneCall:
         if interruption is not None and self.left:
             raise interruption
         return interruption
+
+    def agree(
+        self, exchange: Callable[[list[bool]], Sequence[bool]], flags: Sequence[bool], during: str
+    ) -> list[bool]:
+        """One turn of a wait of all ranks: agree on ``flags``, and on an interrupt (collective).
+
+        ``exchange`` tells which of its flags any rank has set. An interrupted rank raises the
+        exception of its handler, every other one ``RankInterrupted`` with ``during``: no rank waits on.
+        """
+        interruption = self.hear()
+        *agreed, interrupted = exchange([*flags, interruption is not None])
+        if interruption is not None:
+            raise interruption
+        if interrupted:
+            raise RankInterrupted(f"another rank was interrupted while all {during}")
+        return agreed
 
     def hear_exit(self) -> BaseException | None:
         """Run the handlers that wait, where other exceptions would count as errors of the save.

@@ -38,7 +38,6 @@ from ckptfsm.core.config import CheckpointConfig, Settings, config_of, require_f
 from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
-    RankInterrupted,
     SaveFailed,
     StepExistsError,
     WriterDied,
@@ -340,22 +339,19 @@ class AsyncCallsQueue:
 
         An interrupt of one rank is raised there, ``RankInterrupted`` elsewhere; the call stays.
         """
-        pause = pauses()
-        while True:
-            seen, interruption = call.look(), self._one_call.hear()
-            flags = [seen == "running", seen == "failed", interruption is not None]
-            running, failed, interrupted = self._any(flags, no_dist)
-            if interruption is not None:
-                raise interruption
-            if interrupted:
-                raise RankInterrupted("another rank was interrupted while all waited for a writer")
+        exchange, during = partial(self._any, no_dist=no_dist), "waited for a writer"
+        for pause in pauses():
+            seen = call.look()
+            flags = [seen == "running", seen == "failed"]
+            running, failed = self._one_call.agree(exchange, flags, during)
             if failed:
                 return "failed"
             if not running:
                 return "written"
             if not blocking:
-                return "running"
-            time.sleep(next(pause))
+                break
+            time.sleep(pause)
+        return "running"
 
     def _run_finalizers(self, call: _Call) -> None:
         """Run the finalizers, once (I6). All ranks are here, since finalizers hold collectives."""

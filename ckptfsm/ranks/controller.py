@@ -181,7 +181,9 @@ class Controller(Session):
         of = self._accepted(request)
         if of is None:
             return GroupSave(SaveHandle(step), {})
-        handle = self._begin_writing(Accepted(of, False, specs), draft)
+        accepted = Accepted(of, False, specs)
+        handle = self._participant.begin_writing(self._storage, accepted, draft)
+        self._unpolled_since = step
         alone = all(_is_at_the_top(part) for part in parts.values())
         tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
         return GroupSave(handle, tickets)

@@ -306,8 +306,8 @@ class BaseGroupWorker:
         root, _, name = found.directory.rpartition("/")
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
         with self._one_call.running():
-            storage, hear = self._open(root), self._one_call.hear
-            restorer = Restorer(self._ports, storage, self._config, _no_coordinator, hear)
+            storage, calls = self._open(root), self._one_call
+            restorer = Restorer(self._ports, storage, self._config, _no_coordinator, calls)
             restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         if self._ports.transport.rank == 0:
             warn_of_rest(restored, partial=partial)

@@ -42,6 +42,18 @@ class SaveHandle:
         """The progress of this rank's share now; after the save, as it was at its end."""
         return self._progress() if self._progress is not None else None
 
+    def follow(self, progress: Callable[[], Progress] | None) -> None:
+        """Tell the progress of this share from now on (called by the manager)."""
+        self._progress = progress
+
+    def move(self, state: State) -> None:
+        """Note the checkpoint's next state (called by the manager)."""
+        self.state, self.blocked_by = state, None
+
+    def fail(self, error: CkptFsmError) -> None:
+        """Note the failure; the first one stays (called by the manager)."""
+        self._error = self._error or error
+
     @property
     def skipped(self) -> bool:
         return self.attempt is None

@@ -111,7 +111,9 @@ class Manager(Session):
         if accepted is None or draft is None:
             self._share.undo(draft)
             return SaveHandle(step), answer.problem
-        return self._begin_writing(accepted, draft), None
+        handle = self._participant.begin_writing(self._storage, accepted, draft)
+        self._unpolled_since = step
+        return handle, None
 
     def _judge(self, proposals: Sequence[Proposal], differences: Sequence[Difference]) -> Accepted:
         """At rank 0: accept the save for all ranks, or raise its refusal."""
@@ -119,7 +121,7 @@ class Manager(Session):
         try:
             # Before anything is refused: each difference is named once.
             for line in self._share.comparison.warn_of(step, differences):
-                self._participant.notes.append(RanksDisagreeWarning(line))
+                self._participant.warn_later(RanksDisagreeWarning(line))
             request, planned = self._share.agree(proposals, differences)
             of = self._client.request(request)
         except (SaveRefused, Fenced, OutcomeUnknown) as error:

@@ -18,7 +18,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.signals import OneCall
@@ -32,7 +31,6 @@ from ckptfsm.core.errors import (
     ManagerClosed,
     NoRoom,
     RankFailed,
-    RankInterrupted,
     RecoveryWarning,
     SaveFailed,
     SaveFailedWarning,
@@ -63,7 +61,7 @@ from ckptfsm.ranks.share import Share
 
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
-_NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED, _ENDING = range(6)
+_NEWS, _SAVE_DUE, _PREEMPTED, _ENDING, _OTHERS = range(5)
 _KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart completes these
 _LEAVE_S = 0.5  # the least time for the disk to answer, after any wait for the writer
 
@@ -72,7 +70,7 @@ class Participant:
     """A participant, see the module. ``view`` is the root as every rank sees it.
 
     Attributes: ``save_due`` and ``preempted`` are agreed in an exchange, ``save_asked`` is this
-    rank's wish. ``raise_failures`` will raise ``failures`` and warn of ``notes``.
+    rank's wish. ``raise_failures`` will raise ``failures``.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class Participant:
         self.preempted = False
         self.failures: dict[AttemptId | None, CkptFsmError] = {}
         self.owed: CkptFsmError | None = None  # of a save that is to be retried
-        self.notes: list[Warning] = []
+        self._notes: list[Warning] = []
         self.reports = RankReports(ports.transport, config, share, writers)
         self.show = ShowProgress(config.progress, ports.transport.rank, ports.clock)
         self.allocation = Allocation(ports.clock, config.end_of_allocation)
@@ -187,23 +185,17 @@ class Participant:
         """
         self.refuse_inside_a_hook()
         began = self._ports.clock.monotonic() if since is None else since
-        deadline, pause = began + timeout_s, pauses()
-        while not finished(self.view):
+        deadline, during = began + timeout_s, f"waited for {waiting_for}"
+        for pause in pauses():
+            if finished(self.view):
+                return
             if self.closed:
                 raise ManagerClosed(f"the manager was closed before {waiting_for} finished")
-            interruption = self.calls.hear()
-            expired = self._ports.clock.monotonic() >= deadline
-            agreed = self.exchange(expired=expired, interrupted=interruption is not None)
-            if interruption is not None:
-                raise interruption
-            if agreed.interrupted:
-                raise RankInterrupted(
-                    f"another rank was interrupted while all waited for {waiting_for}"
-                )
-            if agreed.expired:
+            late = self._ports.clock.monotonic() >= deadline
+            if any(self.calls.agree(self.exchange, [late], during)):
                 raise self._too_late(timeout_s, waiting_for)
             self._client.work_in_background()
-            self._ports.clock.sleep(next(pause))
+            self._ports.clock.sleep(pause)
 
     def catch_up(self, timeout_s: float) -> None:
         """In a job with one rank: first deal with the remains of an interrupted call.
@@ -251,8 +243,11 @@ class Participant:
         left = alone and (self._client.has_news or self._client.unanswered)
         return self.view.quiet and not left
 
-    def exchange(self, *, expired: bool, interrupted: bool = False) -> Agreed:
-        """Make a cheap exchange, and a full one if any rank has news. Returns the agreed flags."""
+    def exchange(self, others: Sequence[bool] = ()) -> Sequence[bool]:
+        """Make a cheap exchange, and a full one if any rank has news (collective).
+
+        ``others``: more flags of this rank. Returns which of them any rank has set.
+        """
         now = self._ports.clock.monotonic()
         self._client.catch_up()
         self.reports.note_due(self.view)
@@ -260,9 +255,8 @@ class Participant:
             bool(self.reports.outbox) or self._client.has_news,
             self._timed_save_due(now),
             self.save_asked,
-            expired,
-            interrupted,
             self.allocation.ends_soon(idle=self.view.quiet),
+            *others,
         ]
         agreed = self._agree_on(flags)
         if agreed[_PREEMPTED]:
@@ -279,7 +273,7 @@ class Participant:
             self.reports.taken(sent)
             self.take_update(update)
         self.show.look()
-        return Agreed(agreed[_EXPIRED], agreed[_INTERRUPTED])
+        return agreed[_OTHERS:]
 
     def _agree_on(self, flags: Sequence[bool]) -> list[bool]:
         """Agree. A rank that does not answer may be in a function of the trainer's: name that."""
@@ -345,7 +339,7 @@ class Participant:
         self.show.take(news)
         handle = self._handles.get(news.of)
         if handle is not None:
-            handle.state, handle.blocked_by = news.dest, None
+            handle.move(news.dest)
         used = news.source in (State.TRACKED, State.PRUNABLE)
         if used and news.reason in UNUSABLE:
             self._say_unusable(news)
@@ -362,7 +356,7 @@ class Participant:
         self.failures[None] = fatal
         self.show.leave()
         for handle in self._handles.values():
-            handle._error = handle._error or fatal
+            handle.fail(fatal)
         self._share.drop()
         self.view = View(self.view.steps)
 
@@ -370,7 +364,7 @@ class Participant:
         """Warn that an older step is used instead of a damaged one."""
         text = f"step {record.step} is {record.reason}, and out of use now: {record.detail}"
         say(log.warning, "checkpoint_damaged", text, step=record.step, what=record.detail)
-        self.notes.append(RecoveryWarning(text))
+        self.warn_later(RecoveryWarning(text))
 
     def _on_blocked(self, news: Blocked) -> None:
         """Keep the reason of a block.
@@ -383,7 +377,7 @@ class Participant:
             handle.blocked_by = news.error
         if self.view.unfinished.get(news.of) in IN_FLIGHT:
             text = f"step {news.of.step} is published, and waits for the disk: {named(news.error)}"
-            self.notes.append(SaveFailedWarning(f"{text}; it is retried"))
+            self.warn_later(SaveFailedWarning(f"{text}; it is retried"))
 
     def _on_tracked(self, record: TransitionRecord) -> None:
         self.allocation.save_tracked()
@@ -403,7 +397,7 @@ class Participant:
         handle = self._handles.get(record.of)
         if handle is None:
             return
-        handle._error = error
+        handle.fail(error)
         if not self._goes_on(record.of, error):
             self.failures[record.of] = error
         self._handles.pop(record.of, None)
@@ -417,7 +411,7 @@ class Participant:
             say(log.warning, "save_failed", said, error=str(error), again=len(self._lost))
             return True
         if self._config.on_failure == "warn":
-            self.notes.append(SaveFailedWarning(str(error)))
+            self.warn_later(SaveFailedWarning(str(error)))
             return True
         return False
 
@@ -441,11 +435,6 @@ class Participant:
                 said = f"step {record.step}: a hook failed at {dest}"
                 say(log.exception, "hook_failed", said, step=record.step, dest=dest)
 
-    @property
-    def has_meters(self) -> bool:
-        """True if a hook takes notes."""
-        return bool(self._meters)
-
     def tell(self, note: Note) -> None:
         """Give a note to the hooks that take notes (local)."""
         if self.closed:
@@ -461,6 +450,10 @@ class Participant:
         finally:
             self.calls.taking_news = in_hook
 
+    def warn_later(self, note: Warning) -> None:
+        """Keep a warning for the next point that every rank reaches."""
+        self._notes.append(note)
+
     def raise_failures(self) -> None:
         """Warn, then raise the first failure, at a point that every rank reaches."""
         self.say_notes()
@@ -471,9 +464,7 @@ class Participant:
 
     def say_notes(self) -> None:
         """Warn of the notes. No collective may follow: a filter may turn a warning into an error."""
-        if not self.notes:
-            return
-        notes, self.notes = self.notes, []
+        notes, self._notes = self._notes, []
         for note in notes:
             warn_caller(note)
 
@@ -491,7 +482,7 @@ class Participant:
         ]
         self.show.begin(accepted.of, self._writing_ranks(accepted), self._share.progress_now)
         self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)
-        handle._progress = self._share.progress
+        handle.follow(self._share.progress)
         return handle
 
     def _writing_ranks(self, accepted: Accepted) -> int:
@@ -503,13 +494,6 @@ class Participant:
         """The handle of an accepted save: from now on every rank raises its failure."""
         fresh = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
         return self._handles.setdefault(of, fresh)
-
-
-class Agreed(NamedTuple):
-    """The flags of an exchange, the same on every rank: a deadline ran out, a rank was interrupted."""
-
-    expired: bool
-    interrupted: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,8 +161,8 @@ class RankReports:
 
     def run_finalizers(self, of: AttemptId) -> None:
         """Run the foreign finalizers, once: they hold collectives, so all ranks run them here."""
-        draft, writer = self._share.draft, self._share.writer
-        if draft is None or writer is None or writer.of != of:
+        writer = self._share.writer
+        if writer is None or writer.of != of:
             self._fail_finalizers(of, "this rank has no such save")
             return
         if self._finalizing == of:  # an interrupted run may not be repeated (I6)
@@ -170,7 +170,7 @@ class RankReports:
             return
         self._finalizing = of
         ran = _Ran("", None, False)
-        for part in draft.finalizers():
+        for part in self._share.finalizers:
             ran = self._run_together(part.name, partial(_may_finalize, writer, part))
             if not ran.failed:
                 ran = self._run_together(

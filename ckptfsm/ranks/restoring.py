@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
 from ckptfsm.adapters.notices import say, warn_caller
+from ckptfsm.adapters.signals import OneCall
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig
@@ -28,7 +29,6 @@ from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     DamagedRoot,
-    RankInterrupted,
     ReshardWarning,
     RestoreFailed,
     UnusedKeysWarning,
@@ -70,16 +70,13 @@ _NOTHING_LATER = _Verified()
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
-    """A restore on one rank. ``agree`` asks the coordinator on behalf of all ranks.
-
-    ``hear`` runs the signal handlers that wait, and returns the exception of one.
-    """
+    """A restore on one rank. ``agree`` asks the coordinator on behalf of all ranks."""
 
     ports: Ports
     storage: Storage
     config: CheckpointConfig
     agree: Callable[..., Any]
-    hear: Callable[[], BaseException | None]
+    calls: OneCall
 
     @property
     def transport(self) -> Transport:
@@ -191,21 +188,11 @@ class Restorer:
 
         An interrupt of one rank ends the wait on all of them.
         """
-        pause = pauses()
-        while True:
-            interruption = self.hear()
-            waits, interrupted = self.transport.any_flags(
-                [not share.done(), interruption is not None]
-            )
-            if interruption is not None:
-                raise interruption
-            if interrupted:
-                raise RankInterrupted(
-                    "another rank was interrupted while all verified a checkpoint"
-                )
-            if not waits:
+        for pause in pauses():
+            waits = [not share.done()]
+            if not any(self.calls.agree(self.transport.any_flags, waits, "verified a checkpoint")):
                 return
-            self.ports.clock.sleep(next(pause))
+            self.ports.clock.sleep(pause)
 
     def _start_verifying(self, located: Located, later: Collection[str]) -> Pending[str]:
         return self._start(partial(self._verify_share, located, later))

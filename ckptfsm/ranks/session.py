@@ -45,10 +45,10 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.notes import Stalled, Unpolled
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Draft, Identity, Ports, Storage
+from ckptfsm.core.ports import Identity, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
-from ckptfsm.core.requests import Accepted, RecoveryReport
+from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.jobs.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
@@ -229,7 +229,7 @@ class Session:
             if d.result is Result.FAILED
         ]
         for note in (*self._recovery.warnings, *notes):
-            self._participant.notes.append(RecoveryWarning(note))
+            self._participant.warn_later(RecoveryWarning(note))
 
     def _make_coordinator(self, storage: Storage, identity: Identity) -> Coordinator:
         config, driver = self.config, self._ports.driver
@@ -525,20 +525,11 @@ class Session:
     @contextlib.contextmanager
     def _stalling(self, step: int) -> Iterator[None]:
         """A block in which the trainer waits for the save of ``step``: meters are told how long."""
-        if not self._participant.has_meters:
-            yield
-            return
         began = self._ports.clock.monotonic()
         try:
             yield
         finally:
             self._participant.tell(Stalled(step, self._ports.clock.monotonic() - began))
-
-    def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
-        """Stage and fork this process's share; from now on the trainer has to poll."""
-        handle = self._participant.begin_writing(self._storage, accepted, draft)
-        self._unpolled_since = accepted.of.step
-        return handle
 
     # ----------------------------------------------------------------------------------- poll
 
@@ -553,7 +544,7 @@ class Session:
         due = self.config.needs_agreement and self._polls % self.config.exchange_every == 0
         if due or not self._participant.quiet:
             with self._one_call.running():
-                self._participant.exchange(expired=False)
+                self._participant.exchange()
         self._client.work_in_background()
         self._participant.raise_failures()
 
@@ -629,12 +620,12 @@ class Session:
         Retention decides anew. Rank 0's values count. Each replaces a metric of the same name.
         Raises ``StepNotFoundError``, or ``ConfigError`` for a value that is not a finite number.
         """
-        figures: Mapping[str, float] | ConfigError
-        try:
-            figures = check_metrics(metrics)
-        except ConfigError as error:
-            figures = error
-        self._agree(_record_metrics, whole_step(step), figures)
+        self._together(partial(self._record_metrics, step, metrics))
+
+    def _record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """At rank 0: check the metrics, and have them recorded."""
+        figures = check_metrics(metrics)
+        self._client.ask(Coordinator.record_metrics, whole_step(step), figures)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a tracked checkpoint by name (collective).
@@ -658,15 +649,19 @@ class Session:
         self._agree(Coordinator.rollback, step)
 
     def _restorer(self, config: CheckpointConfig) -> Restorer:
-        return Restorer(self._ports, self._storage, config, self._agree, self._one_call.hear)
+        return Restorer(self._ports, self._storage, config, self._agree, self._one_call)
 
     def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the coordinator together; its news first, then its error on every rank."""
+        """Ask the coordinator together, see ``_together``."""
+        return self._together(partial(self._client.ask, work, *arguments))
+
+    def _together(self, question: Callable[[], Any]) -> Any:
+        """Ask at rank 0, for all ranks; the news first, then the error on every rank (collective)."""
         self._require_open()
         answer = Answer()
         with self._one_call.running():
             try:
-                answer = self._client.together(partial(self._client.ask, work, *arguments))
+                answer = self._client.together(question)
                 self._participant.take_update(answer.update)
                 if answer.problem is not None:
                     raise answer.problem
@@ -676,17 +671,12 @@ class Session:
             return answer.value
 
 
-def _record_metrics(
-    coordinator: Coordinator, step: int, figures: Mapping[str, float] | ConfigError
-) -> None:
-    """At rank 0: record them, or raise the refusal, which every rank then raises."""
-    if isinstance(figures, ConfigError):
-        raise figures
-    coordinator.record_metrics(step, figures)
-
-
 def whole_step(step: Any) -> Any:
-    """``step`` as an ``int`` if it is a whole number of any type; the ledger refuses the rest."""
+    """``step`` as an ``int`` if it is a whole number of any type; anything else as it is.
+
+    The ledger refuses it then, for all ranks. A rank that raised here alone would leave the others
+    waiting.
+    """
     whole = hasattr(step, "__index__") and not isinstance(step, bool)
     return operator.index(step) if whole else step
 

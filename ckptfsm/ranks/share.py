@@ -18,7 +18,7 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import SaveRefused, describe
 from ckptfsm.core.events import Event, Failed
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Draft, PartJob, Ports, RankJob, Storage
+from ckptfsm.core.ports import Draft, Finalizer, PartJob, Ports, RankJob, Storage
 from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted, SaveRequest
 from ckptfsm.disk.visibility import Visibility
@@ -34,7 +34,7 @@ Hear = Callable[[], BaseException | None]
 
 
 class Share:
-    """The share, see the module. ``writer`` and ``draft`` are those of the save that is written now.
+    """The share, see the module. ``writer`` and ``finalizers`` are those of the save in flight.
 
     ``progress`` is that of the newest save; None until it has a writer. ``agent`` carries reports
     between the rounds, if there is one.
@@ -42,7 +42,7 @@ class Share:
 
     def __init__(self, ports: Ports, config: CheckpointConfig) -> None:
         self.writer: RankWriter | None = None
-        self.draft: Draft | None = None
+        self.finalizers: list[Finalizer] = []
         self.progress: ShareProgress | None = None
         self.agent: Agent | None = None
         self._ports = ports
@@ -105,7 +105,7 @@ class Share:
         ``timeout_s`` is the writer's time. ``draft`` holds the data of the job; None if it has none.
         ``hear`` runs the signal handlers that wait. The exception of one ends the wait for the copy.
         """
-        self.draft = draft
+        self.finalizers = [] if draft is None else draft.finalizers()
         deadline, launch = self._now() + timeout_s, self._ports.launch
         self.writer = RankWriter(storage, job, launch=launch, deadline=deadline, draft=draft)
         self.writer.begin()
@@ -156,12 +156,12 @@ class Share:
         return ended
 
     def forget(self) -> None:
-        """Drop writer and draft: the save is over for this rank."""
+        """Drop the writer: the save is over for this rank."""
         if self.agent is not None:
             self.agent.rest()
         if self.progress is not None:
             self.progress.end()
-        self.writer = self.draft = None
+        self.writer, self.finalizers = None, []
 
     def drop(self, timeout_s: float = 0.0) -> None:
         """End the writer, if there is one, and look after it until it is gone: see ``gone``.

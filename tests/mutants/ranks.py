@@ -312,7 +312,7 @@ PEOPLE = (
     mutant(
         "polling-does-nothing",
         "ranks.session:Session.poll",
-        "self._participant.exchange(expired=False)",
+        "self._participant.exchange()",
         "pass",
         breaks="F28",
         source="verl #6067 / #7363",

@@ -93,7 +93,7 @@ def test_reports_that_come_by_both_ways_are_no_warning(tmp_path, caplog, killed)
         else:
             assert await_tracker(tmp_path / "root", 1)
         manager._client.ask(Coordinator.nothing)
-        manager._participant.exchange(expired=False)
+        manager._participant.exchange()
         for event in writer.poll(0.0):
             manager._client.ask(Coordinator.report, [event])
         with contextlib.suppress(WriterDied):
