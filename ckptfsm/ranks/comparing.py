@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import xxhash
@@ -80,12 +80,9 @@ class Comparison:
         self._refuses = mode == "refuse"  # then a difference is found again at every save
         self._named: set[tuple[str, str]] = set()  # part and key; the same on every rank
 
-    def with_digests(self, proposal: Proposal, draft: Draft | None) -> Proposal:
-        """The proposal with a digest for each of its parts (local)."""
-        if draft is None:
-            return proposal
-        digests = (self._whole(spec.name, draft.digests.get(spec.name)) for spec in draft.specs)
-        return replace(proposal, digests=tuple(digests))
+    def digests_of(self, draft: Draft) -> tuple[int, ...]:
+        """A digest for each part of a draft (local)."""
+        return tuple(self._whole(spec.name, draft.digests.get(spec.name)) for spec in draft.specs)
 
     def _whole(self, part: str, digests: Digests | None) -> int:
         rest = {k: v for k, v in (digests or {}).items() if (part, k) not in self._named}
@@ -131,8 +128,8 @@ class Comparison:
         return lines
 
     def refuse(self, step: int, differences: Sequence[Difference]) -> None:
-        """Raise ``SaveRefused`` because of the first difference, if any, unless it is warned of."""
-        if self._refuses and differences:
+        """Raise ``SaveRefused`` because of the first difference, unless it is warned of."""
+        if self._refuses:
             raise SaveRefused(str(differences[0]), step=step, **_facts_of(differences[0]))
 
     def _asked(self, proposals: Sequence[Proposal]) -> dict[str, _Asked]:

@@ -168,6 +168,7 @@ class Controller(Session):
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
         self._participant.allocation.save_begins()
+        self._share.clear()
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
         written = self._specs_of(groups)
         specs = (*draft.specs, *written.values())

@@ -63,11 +63,6 @@ class Answer:
     update: Update = Update()
     interruption: BaseException | None = None
 
-    def for_others(self) -> Answer:
-        """The answer as the other ranks get it."""
-        value = self.value.for_others() if isinstance(self.value, Accepted) else self.value
-        return replace(self, value=value, interruption=None)
-
     @property
     def problem(self) -> BaseException | None:
         """What this rank raises."""
@@ -214,7 +209,7 @@ class CoordinatorClient:
                 if self._coordinator is None:  # a handler has left the manager
                     raise
                 answer = self.answer_of(error)
-        return self.share(answer)
+        return share_answer(self.transport, answer)
 
     def request(self, request: SaveRequest) -> AttemptId:
         """At rank 0: ask for a save. One whose answer is not taken fails once the disk answers."""
@@ -231,10 +226,6 @@ class CoordinatorClient:
         if isinstance(error, Exception):
             return Answer(error=typed(error), update=self.collect())
         return Answer(error=interrupted_rank(error), update=self.collect(), interruption=error)
-
-    def share(self, answer: Answer) -> Answer:
-        """Give rank 0's answer to every rank, and return it (collective)."""
-        return share_answer(self.transport, answer)
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
         """Send every rank's reports to the coordinator, and its news to every rank (collective)."""
@@ -352,7 +343,8 @@ def _look_into_inbox(coordinator: weakref.ref[Coordinator]) -> None:
 
 def share_answer(transport: Transport, answer: Answer) -> Answer:
     """Give the first rank's answer to every rank, and return it (collective)."""
-    shared: Answer = transport.broadcast(answer.for_others())
+    value = answer.value.for_others() if isinstance(answer.value, Accepted) else answer.value
+    shared: Answer = transport.broadcast(replace(answer, value=value, interruption=None))
     return shared if transport.rank else answer
 
 

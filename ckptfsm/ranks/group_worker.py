@@ -37,13 +37,12 @@ from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.ranks.comparing import Difference
 from ckptfsm.ranks.coordinator_client import Answer, share_answer
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
-from ckptfsm.ranks.proposal import Proposal, words_of
+from ckptfsm.ranks.proposal import Call, words_of
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
-from ckptfsm.ranks.share import INTERRUPTED, Share, not_begun, reason_of
+from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.plain_files import (
@@ -113,12 +112,12 @@ class BaseGroupWorker:
 
     def _write(self, ticket: Ticket, shares: GroupParts, stage: OffloadTurn) -> None:
         """Plan with the group, stage and fork; an error becomes a report."""
-        draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
-        proposal = replace(proposal, directories=tuple(shares.keys.values()))
-        proposals, differences = self._share.exchange(proposal, draft)
-        answer = Answer()
-        if proposals is not None:
-            answer = self._judge(ticket, shares, proposals, differences)
+        call, step = Call(parts=shares.values), ticket.of.step
+        directories = tuple(shares.keys.values())
+        proposed = self._share.propose(stage, step, call, directories=directories)
+        draft, answer = proposed.draft, Answer()
+        if proposed.by_rank is not None:
+            answer = self._judge(ticket, shares, proposed)
         answer = share_answer(self._ports.transport, answer)
         try:
             if answer.error is not None:
@@ -146,24 +145,19 @@ class BaseGroupWorker:
             self._share.undo(None)
             self._fail(ticket.of, f"{words_of(error)}; {describe(second)}")
 
-    def _judge(
-        self,
-        ticket: Ticket,
-        shares: GroupParts,
-        proposals: Sequence[Proposal],
-        differences: Sequence[Difference],
-    ) -> Answer:
+    def _judge(self, ticket: Ticket, shares: GroupParts, proposed: Proposed) -> Answer:
         """At the group's first rank: the plan of all ranks, or what is wrong with it."""
-        self._share.comparison.warn_of(ticket.of.step, differences)
+        ranks = len(proposed.by_rank or ())
+        if proposed.differences:
+            self._share.comparison.warn_of(ticket.of.step, proposed.differences)
         try:
-            if ticket.size != len(proposals):
+            if ticket.size != ranks:
                 raise ConfigError(
-                    f"the controller counts {ticket.size} ranks in this group, it has "
-                    f"{len(proposals)}"
+                    f"the controller counts {ticket.size} ranks in this group, it has {ranks}"
                 )
-            request, planned = self._share.agree(proposals, differences)
+            request, planned = self._share.agree(proposed)
             _refuse_other_parts(request.parts)
-            check_parts(tuple(map(shares.place, request.parts)), len(proposals))
+            check_parts(tuple(map(shares.place, request.parts)), ranks)
             return Answer(Accepted(ticket.of, False, request.parts, planned))
         except SaveRefused as error:
             return Answer(error=error)
@@ -241,7 +235,7 @@ class BaseGroupWorker:
     @property
     def progress(self) -> Progress | None:
         """The progress of the newest ticket's share on this rank, see ``SaveHandle`` (local)."""
-        return self._share.progress_now()
+        return self._share.progress()
 
     # ----------------------------------------------------------------------------------- reports
 

@@ -35,16 +35,12 @@ class SaveHandle:
     _error: CkptFsmError | None = None
     _wait: Callable[[SaveHandle, float | None], None] | None = field(default=None, repr=False)
     blocked_by: CkptFsmError | None = None
-    _progress: Callable[[], Progress] | None = field(default=None, repr=False, compare=False)
+    _progress: Callable[[], Progress | None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def progress(self) -> Progress | None:
         """The progress of this rank's share now; after the save, as it was at its end."""
         return self._progress() if self._progress is not None else None
-
-    def follow(self, progress: Callable[[], Progress] | None) -> None:
-        """Tell the progress of this share from now on (called by the manager)."""
-        self._progress = progress
 
     def move(self, state: State) -> None:
         """Note the checkpoint's next state (called by the manager)."""

@@ -18,7 +18,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,12 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.requests import Accepted
-from ckptfsm.ranks.comparing import Difference
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import OffloadTurn
-from ckptfsm.ranks.proposal import Proposal
+from ckptfsm.ranks.proposal import Call
 from ckptfsm.ranks.restoring import warn_of_rest
 from ckptfsm.ranks.session import Session, whole_step
+from ckptfsm.ranks.share import Proposed
 from ckptfsm.writers.rank_writer import no_signal
 
 log = logging.getLogger("ckptfsm")
@@ -77,7 +77,8 @@ class Manager(Session):
             if not self._make_way(step):
                 return SaveHandle(step)
             self._participant.allocation.save_begins()
-            call = (state, parts)
+            self._share.clear()
+            call = Call(state, parts)
             with OffloadTurn(self._ports.staging, self._ports.transport, step) as stage:
                 try:
                     handle, refused = self._begin(stage, step, call, metrics)
@@ -94,35 +95,31 @@ class Manager(Session):
             return handle
 
     def _begin(
-        self,
-        stage: OffloadTurn,
-        step: int,
-        call: tuple[Any, Mapping[str, Any] | None],
-        metrics: Mapping[str, float] | None,
+        self, stage: OffloadTurn, step: int, call: Call, metrics: Mapping[str, float] | None
     ) -> tuple[SaveHandle, BaseException | None]:
         """Draft, ask, stage and fork. Returns the handle and the refusal, the same on every rank."""
-        draft, proposal = stage.propose(self._ports.driver, call, metrics)
-        proposals, differences = self._share.exchange(proposal, draft)
-        answer = self._client.together(partial(self._judge, proposals or [], differences))
+        proposed = self._share.propose(stage, step, call, metrics)
+        answer = self._client.together(partial(self._judge, proposed))
         accepted: Accepted | None = answer.value
         if accepted is not None:
             self._participant.expect(accepted.of)
         self._participant.take_update(answer.update)
-        if accepted is None or draft is None:
-            self._share.undo(draft)
+        if accepted is None or proposed.draft is None:
+            self._share.undo(proposed.draft)
             return SaveHandle(step), answer.problem
-        handle = self._participant.begin_writing(self._storage, accepted, draft)
+        handle = self._participant.begin_writing(self._storage, accepted, proposed.draft)
         self._unpolled_since = step
         return handle, None
 
-    def _judge(self, proposals: Sequence[Proposal], differences: Sequence[Difference]) -> Accepted:
+    def _judge(self, proposed: Proposed) -> Accepted:
         """At rank 0: accept the save for all ranks, or raise its refusal."""
-        step = proposals[0].step
+        assert proposed.by_rank is not None
+        step = proposed.by_rank[0].step
         try:
-            # Before anything is refused: each difference is named once.
-            for line in self._share.comparison.warn_of(step, differences):
-                self._participant.warn_later(RanksDisagreeWarning(line))
-            request, planned = self._share.agree(proposals, differences)
+            if proposed.differences:  # before anything is refused: each is named once
+                for line in self._share.comparison.warn_of(step, proposed.differences):
+                    self._participant.warn_later(RanksDisagreeWarning(line))
+            request, planned = self._share.agree(proposed)
             of = self._client.request(request)
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
             error.facts.setdefault("step", step)

@@ -19,14 +19,12 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import OffloadFailed, describe
-from ckptfsm.core.ports import Draft, Driver, OffloadHook, Transport
-from ckptfsm.ranks.proposal import Proposal, propose
+from ckptfsm.core.ports import OffloadHook, Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +35,8 @@ log = logging.getLogger("ckptfsm")
 class OffloadTurn:
     """The calls of the hook around one save, on one rank: a context that loads and offloads.
 
-    ``loaded``: every rank could load. ``problem``: the reason why this rank could not offload.
+    ``loaded``: every rank could load. ``load_error`` and ``problem`` are this rank's reasons why it
+    could not load or offload.
     """
 
     def __init__(self, staging: OffloadHook | None, transport: Transport, step: int) -> None:
@@ -45,17 +44,17 @@ class OffloadTurn:
         self._staging = staging
         self._transport = transport
         self._step = step
-        self._load_error = ""
+        self.load_error = ""
         self.loaded = True
 
     def __enter__(self) -> Self:
         if self._staging is None:
             return self
         try:
-            self._load_error = self._call("load", self._staging)
-            self.loaded = not self._transport.any_flags([bool(self._load_error)])[0]
+            self.load_error = self._call("load", self._staging)
+            self.loaded = not self._transport.any_flags([bool(self.load_error)])[0]
         except BaseException:  # a Ctrl-C, a lost rank: loaded state must be offloaded
-            self._offload()
+            self.problem = self._call("offload", self._staging)
             raise
         return self
 
@@ -65,18 +64,8 @@ class OffloadTurn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._offload()
-
-    def propose(
-        self,
-        driver: Driver,
-        state: tuple[Any, Mapping[str, Any] | None],
-        metrics: Mapping[str, float] | None,
-    ) -> tuple[Draft | None, Proposal]:
-        """This rank's draft and proposal; no draft if a rank could not load."""
-        if not self.loaded:
-            return None, Proposal(self._step, self._transport.world_size, error=self._load_error)
-        return propose(driver, self._transport.world_size, self._step, state, metrics)
+        if self._staging is not None:
+            self.problem = self._call("offload", self._staging)
 
     def agree(self) -> None:
         """Raise on every rank if one could not offload (collective); called after the context."""
@@ -87,10 +76,6 @@ class OffloadTurn:
         failed = [(rank, text) for rank, text in enumerate(problems) if text]
         rank, text = transport.broadcast(failed[0] if failed else None)
         raise OffloadFailed(f"rank {rank}: {text}", step=self._step, rank=rank)
-
-    def _offload(self) -> None:
-        if self._staging is not None:
-            self.problem = self._call("offload", self._staging)
 
     def _call(self, name: str, staging: OffloadHook) -> str:
         """Call one side of the hook. Returns its error in words, "" if it succeeded."""

@@ -480,20 +480,18 @@ class Participant:
             for spec in accepted.parts
             if spec.format is TREE and spec.ranks is not None and self._rank not in spec.ranks
         ]
-        self.show.begin(accepted.of, self._writing_ranks(accepted), self._share.progress_now)
+        self.show.begin(accepted, self._writers, self._share.progress)
         self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)
-        handle.follow(self._share.progress)
         return handle
-
-    def _writing_ranks(self, accepted: Accepted) -> int:
-        """The number of ranks that write a part of a save."""
-        everyone = range(self._writers)
-        return len({r for p in accepted.parts for r in (everyone if p.ranks is None else p.ranks)})
 
     def expect(self, of: AttemptId) -> SaveHandle:
         """The handle of an accepted save: from now on every rank raises its failure."""
-        fresh = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
-        return self._handles.setdefault(of, fresh)
+        handle = self._handles.get(of)
+        if handle is None:
+            progress = self._share.progress
+            handle = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for, None, progress)
+            self._handles[of] = handle
+        return handle
 
 
 @dataclass(frozen=True, slots=True)

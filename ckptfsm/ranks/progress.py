@@ -33,6 +33,7 @@ from ckptfsm.core.progress import (
     progress_of,
     tracked_text,
 )
+from ckptfsm.core.requests import Accepted
 from ckptfsm.writers.rank_writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
@@ -40,22 +41,22 @@ _DRAW_S = 0.1  # between two pictures
 
 
 class ShareProgress:
-    """The progress of one writer, which may be asked from any thread.
+    """The progress of this rank's share of a save that begins now; may be asked from any thread."""
 
-    ``began`` is the time at which the save began, ``total`` the size of the share, if that is known.
-    """
-
-    def __init__(self, writer: RankWriter, clock: Clock, began: float, total: int | None) -> None:
-        self._writer: RankWriter | None = writer
-        self._clock = clock
-        self._began, self._total = began, total
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._began = clock, clock.monotonic()
+        self._writer: RankWriter | None = None
+        self._total: int | None = None
         self._last: Progress | None = None
 
-    def __call__(self) -> Progress:
-        """The progress now, or as it was at the end."""
+    def follow(self, writer: RankWriter, total: int | None) -> None:
+        """Tell of this writer from now on; ``total`` is the size of the share, if that is known."""
+        self._total, self._writer = total, writer
+
+    def __call__(self) -> Progress | None:
+        """The progress now, or as it was at the end; None while there is no writer."""
         writer, last = self._writer, self._last
         if last is not None or writer is None:
-            assert last is not None
             return last
         end = writer.ended_at
         elapsed = (self._clock.monotonic() if end is None else end) - self._began
@@ -67,7 +68,7 @@ class ShareProgress:
     def end(self) -> None:
         """Keep the progress as it is, and let go of the writer."""
         self._last = self()
-        self._writer = None
+        self._writer = None  # after the progress is kept: another thread may ask meanwhile
 
 
 class ShowProgress:
@@ -90,8 +91,8 @@ class ShowProgress:
         self._of: AttemptId | None = None
         self._line: ProgressLine | None = None
 
-    def begin(self, of: AttemptId, ranks: int, share: Callable[[], Progress | None]) -> None:
-        """Show this save, which ``ranks`` ranks write, from now on.
+    def begin(self, accepted: Accepted, ranks: int, share: Callable[[], Progress | None]) -> None:
+        """Show this save of a job with ``ranks`` ranks from now on.
 
         Called before the writers begin: reports may come soon. ``share`` tells rank 0's progress.
         """
@@ -101,9 +102,12 @@ class ShowProgress:
         with self._lock:
             self._heard: set[ShardReported] = set()
             self._done: set[int] = set()
-            self._ranks, self._share = WritingRanks(ranks), share
+            writing: set[int] = set()
+            for part in accepted.parts:
+                writing.update(range(ranks) if part.ranks is None else part.ranks)
+            self._ranks, self._share = WritingRanks(len(writing)), share
             self._began = self._next_s = self._clock.monotonic()
-            self._line, self._of = self._open(), of
+            self._line, self._of = self._open(), accepted.of
 
     def hear(self, events: Sequence[Event]) -> None:
         """Take note of reports, of any rank and on any thread. Repeated ones count once."""

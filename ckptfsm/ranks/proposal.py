@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import (
@@ -30,6 +30,13 @@ from ckptfsm.writers.plain_files import FileTree
 log = logging.getLogger("ckptfsm")
 STATE = "state"  # the name of the part for a state without names
 _WORDS = 460  # characters of a refusal: a report puts a few words before them
+
+
+class Call(NamedTuple):
+    """The state, or the named parts, that a trainer gives to a save."""
+
+    state: Any = None
+    parts: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +94,12 @@ def propose(
     driver: Driver,
     world_size: int,
     step: int,
-    state: tuple[Any, Mapping[str, Any] | None],
+    call: Call,
     metrics: Mapping[str, float] | None,
 ) -> tuple[Draft | None, Proposal]:
-    """Plan a save on this rank. ``state`` is the call's (state, parts).
-
-    An error becomes part of the proposal.
-    """
+    """Plan a save on this rank. An error becomes part of the proposal."""
     try:
-        named = name_parts(*state)
+        named = name_parts(call.state, call.parts)
         figures = measured(metrics)
         draft = driver.draft(named)
     except (KeyboardInterrupt, SystemExit):
@@ -190,7 +194,8 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
                 step=first.step,
                 rank=rank,
             )
-    in_order = _in_order(proposals)
+    # Each part once, in the order in which the ranks give them.
+    in_order = list(dict.fromkeys(spec.name for p in proposals for spec in p.specs))
     nobody = sorted(_names(first) - set(in_order))
     if nobody:
         raise SaveRefused(f"no rank writes part {nobody[0]!r}", step=first.step, part=nobody[0])
@@ -206,11 +211,6 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
 
 def _names(proposal: Proposal) -> set[str]:
     return {spec.name for spec in proposal.specs} | proposal.elsewhere
-
-
-def _in_order(proposals: Sequence[Proposal]) -> list[str]:
-    """Every part's name once, in the order in which the ranks give them."""
-    return list(dict.fromkeys(spec.name for p in proposals for spec in p.specs))
 
 
 def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:

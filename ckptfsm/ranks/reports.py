@@ -77,7 +77,6 @@ class RankReports:
         """
         of, specs = accepted.of, accepted.of_rank(self._rank)
         self._bystander = None if specs else of
-        self._share.clear()
         if not specs:
             self._share.stand_by()
             return

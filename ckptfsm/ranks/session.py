@@ -51,7 +51,13 @@ from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.jobs.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
-from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
+from ckptfsm.ranks.coordinator_client import (
+    Answer,
+    CoordinatorClient,
+    interrupted_rank,
+    share_answer,
+    typed,
+)
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant
 from ckptfsm.ranks.restoring import Restorer
@@ -142,7 +148,7 @@ class Session:
                 answer = Answer(error=typed(error))
             except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
                 answer = Answer(error=interrupted_rank(error), interruption=error)
-        answer = self._client.share(answer)
+        answer = share_answer(self._ports.transport, answer)
         raised = answer.problem or problem or self._open_locally(answer)
         self._agree_that_all_opened(raised)
         self._recovery, view, _, _ = answer.value

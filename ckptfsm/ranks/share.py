@@ -13,19 +13,21 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import SaveRefused, describe
 from ckptfsm.core.events import Event, Failed
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, PartJob, Ports, RankJob, Storage
-from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted, SaveRequest
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.comparing import Comparison, Difference
+from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
-from ckptfsm.ranks.proposal import Proposal, agree, is_about_a_value
+from ckptfsm.ranks.proposal import Call, Proposal, agree, is_about_a_value, propose
 from ckptfsm.writers.plain_files import around, at_path, planned_bytes
 from ckptfsm.writers.rank_writer import RankWriter
 
@@ -33,46 +35,67 @@ INTERRUPTED = "the call that was to write it was interrupted"
 Hear = Callable[[], BaseException | None]
 
 
+class Proposed(NamedTuple):
+    """The proposals ``by_rank``, at the first rank, and what every rank knows of their differences.
+
+    ``draft`` is that of this rank; None if it could not make one.
+    """
+
+    draft: Draft | None
+    by_rank: list[Proposal] | None
+    differences: Sequence[Difference]
+
+
 class Share:
     """The share, see the module. ``writer`` and ``finalizers`` are those of the save in flight.
 
-    ``progress`` is that of the newest save; None until it has a writer. ``agent`` carries reports
+    ``progress`` tells that of the newest save, from any thread. ``agent`` carries reports
     between the rounds, if there is one.
     """
 
     def __init__(self, ports: Ports, config: CheckpointConfig) -> None:
         self.writer: RankWriter | None = None
         self.finalizers: list[Finalizer] = []
-        self.progress: ShareProgress | None = None
+        self.progress = ShareProgress(ports.clock)
         self.agent: Agent | None = None
         self._ports = ports
         self._config = config
         self.comparison = Comparison(ports.transport, config.ranks_disagree)
         self._dying: list[RankWriter] = []
-        self._began = 0.0
 
     # ------------------------------------------------------------------------------------- the plan
 
-    def exchange(
-        self, proposal: Proposal, draft: Draft | None
-    ) -> tuple[list[Proposal] | None, Sequence[Difference]]:
-        """Send this rank's proposal to the first rank, which gets all of them (collective).
+    def propose(
+        self,
+        stage: OffloadTurn,
+        step: int,
+        call: Call,
+        metrics: Mapping[str, float] | None = None,
+        directories: tuple[str, ...] = (),
+    ) -> Proposed:
+        """Plan a save, and send the plan to the first rank, which gets all of them (collective).
 
-        Returns them, and the values that differ by rank, which every rank is told.
+        An error becomes part of the proposal. For ``directories`` see ``Proposal``.
         """
-        proposal = self.comparison.with_digests(proposal, draft)
+        ranks = self._ports.transport.world_size
+        if stage.loaded:
+            draft, proposal = propose(self._ports.driver, ranks, step, call, metrics)
+        else:
+            draft, proposal = None, Proposal(step, ranks, error=stage.load_error)
+        digests = self.comparison.digests_of(draft) if draft is not None else ()
+        proposal = replace(proposal, digests=digests, directories=directories)
         gathered = self._ports.transport.gather(proposal)
-        return gathered, self.comparison.differences(gathered, draft)
+        return Proposed(draft, gathered, self.comparison.differences(gathered, draft))
 
-    def agree(
-        self, proposals: Sequence[Proposal], differences: Sequence[Difference]
-    ) -> tuple[SaveRequest, Mapping[str, bytes]]:
+    def agree(self, proposed: Proposed) -> tuple[SaveRequest, Mapping[str, bytes]]:
         """At the first rank: the request that all proposals make, and its planned metadata.
 
         Raises ``SaveRefused``, and what the driver raises.
         """
+        proposals = proposed.by_rank or []
         request = agree(proposals)
-        self.comparison.refuse(request.step, differences)
+        if proposed.differences:
+            self.comparison.refuse(request.step, proposed.differences)
         try:
             return request, self._ports.driver.merge([p.summary for p in proposals])
         except (Exception, KeyboardInterrupt, SystemExit):
@@ -85,7 +108,7 @@ class Share:
 
     def clear(self) -> None:
         """Note that a new save begins, of which nothing is written yet."""
-        self.progress, self._began = None, self._now()
+        self.progress = ShareProgress(self._ports.clock)
 
     def stage(
         self, storage: Storage, location: str, accepted: Accepted, draft: Draft
@@ -106,11 +129,12 @@ class Share:
         ``hear`` runs the signal handlers that wait. The exception of one ends the wait for the copy.
         """
         self.finalizers = [] if draft is None else draft.finalizers()
-        deadline, launch = self._now() + timeout_s, self._ports.launch
+        deadline = self._ports.clock.monotonic() + timeout_s
+        launch = self._ports.launch
         self.writer = RankWriter(storage, job, launch=launch, deadline=deadline, draft=draft)
         self.writer.begin()
         total = planned_bytes(job.parts) or (draft.expected_bytes if draft is not None else None)
-        self.progress = ShareProgress(self.writer, self._ports.clock, self._began, total or None)
+        self.progress.follow(self.writer, total or None)
         if self.agent is not None:
             self.agent.begin(self.writer)
         if draft is None:
@@ -139,12 +163,7 @@ class Share:
 
     def reports(self) -> list[Event]:
         """The writer's reports so far, again at every call."""
-        return [] if self.writer is None else self.writer.poll(self._now())
-
-    def progress_now(self) -> Progress | None:
-        """The progress of the newest save, from any thread."""
-        progress = self.progress
-        return None if progress is None else progress()
+        return [] if self.writer is None else self.writer.poll(self._ports.clock.monotonic())
 
     # -------------------------------------------------------------------------------------- its end
 
@@ -159,8 +178,7 @@ class Share:
         """Drop the writer: the save is over for this rank."""
         if self.agent is not None:
             self.agent.rest()
-        if self.progress is not None:
-            self.progress.end()
+        self.progress.end()
         self.writer, self.finalizers = None, []
 
     def drop(self, timeout_s: float = 0.0) -> None:
@@ -190,9 +208,6 @@ class Share:
     def dying(self) -> tuple[AttemptId, ...]:
         """The attempts of dropped writers that may still write."""
         return tuple(writer.of for writer in self._dying)
-
-    def _now(self) -> float:
-        return self._ports.clock.monotonic()
 
 
 def not_begun(of: AttemptId, rank: int, why: str, reason: str = "fork_failed") -> Failed:

@@ -302,8 +302,7 @@ class UploadWorker(BaseGroupWorker):
 
     def abandon(self) -> None:
         """End an upload at once: this run will not track its checkpoint."""
-        if self._writer is not None:
-            self._writer.kill(_KILL_S)
+        self._share.drop(_KILL_S)
         self.close()
 
 

@@ -194,8 +194,8 @@ class SftCheckpoints:
         try:
             self._ranks.together(lambda: self._ranks.everywhere(_open, self._root))
             ports = system_ports(transport, FilesDriver(), OpenPosix(self._root))
-            hear = self._ranks.calls.hear
-            located = Restorer(ports, here.storage, self._config, self._ask, hear).choose(step)
+            calls = self._ranks.calls
+            located = Restorer(ports, here.storage, self._config, self._ask, calls).choose(step)
             try:
                 yield located.step if located is not None else None
             finally:

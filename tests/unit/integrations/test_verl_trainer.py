@@ -246,7 +246,7 @@ def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
     save(checkpoints, 1)
     checkpoints.poll()
     held.reached.open()
-    pid = checkpoints._uploader._writer.process.pid
+    pid = checkpoints._uploader._share.writer.process.pid
     checkpoints.abandon()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

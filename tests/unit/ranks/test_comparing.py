@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ def compare(*saves: list[Mapping[str, Mapping[str, int]]], mode: Any = "warn") -
         comparison, heard = Comparison(transport, mode), []
         for save in saves:
             draft: Any = Drafted(save[transport.rank])
-            proposal = comparison.with_digests(Proposal(1, ranks, draft.specs), draft)
+            proposal = replace(
+                Proposal(1, ranks, draft.specs), digests=comparison.digests_of(draft)
+            )
             heard.append(comparison.differences(transport.gather(proposal), draft))
         return heard
 

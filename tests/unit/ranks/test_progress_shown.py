@@ -16,9 +16,10 @@ from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import SaveFailed, SaveFailedWarning
 from ckptfsm.core.events import ShardReported
 from ckptfsm.core.lifecycle import State
-from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import OneRank
 from ckptfsm.core.progress import Progress, progress_of
+from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.progress import ShowProgress
 from ckptfsm.ranks.tickets import GroupPart
@@ -26,6 +27,7 @@ from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports, run_ranks
 from ckptfsm.testing.harness import SimClock
 
 OF = AttemptId(7, 1, 1)
+SAVE = Accepted(OF, False, (PartSpec("state"),))
 WAIT_S = 30.0
 
 
@@ -197,7 +199,7 @@ def test_a_line_is_drawn_at_most_ten_times_a_second():
     line, clock = Line(), SimClock()
     show = shown(line, clock)
     show.look()
-    show.begin(OF, 2, half)
+    show.begin(SAVE, 2, half)
     for _ in range(30):
         show.look()
         clock.sleep(0.01)
@@ -211,7 +213,7 @@ def test_reports_of_ranks_are_counted_once_and_the_last_is_named():
     """Catches: a report that the rounds repeat, and one of another attempt."""
     line, clock = Line(), SimClock()
     show = shown(line, clock)
-    show.begin(OF, 2, half)
+    show.begin(SAVE, 2, half)
     clock.sleep(1.0)
     first = ShardReported(OF, "state", 1, 2, 10**9)
     show.hear(
@@ -241,7 +243,7 @@ def test_a_lost_save_ends_its_line(dest, word):
     """Catches: a line that stays on the terminal as if the save went on."""
     line = Line()
     show = shown(line, SimClock())
-    show.begin(OF, 1, half)
+    show.begin(SAVE, 1, half)
     show.take(record(dest, State.FORKED))
     assert line.ended == [f"step 7 {word} after 1.0 s, 1.0 GB of rank 0 were written"]
 
@@ -250,7 +252,7 @@ def test_a_save_that_is_left_ends_its_line():
     """Catches: a shell whose prompt stands behind the line of a trainer that was interrupted."""
     line = Line()
     show = shown(line, SimClock())
-    show.begin(OF, 1, half)
+    show.begin(SAVE, 1, half)
     show.leave()
     show.leave()
     assert len(line.ended) == 1 and "left in flight" in line.ended[0]
@@ -261,7 +263,7 @@ def test_a_terminal_that_is_gone_ends_the_display_only(caplog):
     caplog.set_level("INFO", logger="ckptfsm")
     clock = SimClock()
     show = shown(Line(broken=True), clock)
-    show.begin(OF, 1, half)
+    show.begin(SAVE, 1, half)
     show.look()
     show.take(record(State.TRACKED))
     events = [r.event for r in caplog.records]
@@ -274,7 +276,7 @@ def test_only_rank_0_shows_and_log_draws_nothing(caplog):
     line = Line()
     for mode, rank in (("log", 0), ("auto", 1), ("off", 0)):
         show = shown(line, SimClock(), mode, rank)
-        show.begin(OF, 1, half)
+        show.begin(SAVE, 1, half)
         show.hear([ShardReported(OF, "state", 0, 1, 5)])
         show.look()
         show.take(record(State.TRACKED))
