@@ -149,7 +149,7 @@ class Controller(Session):
             raise ConfigError(f"{mixed[0]!r} is a group: give a GroupPart", part=mixed[0])
         before = set(self._flights)
         try:
-            with self._one_call.running(), self._stalling(step):
+            with self._one_call.running(), self._participant.stalling(step):
                 return self._begin(step, parts, groups, metrics)
         except BaseException as error:  # the tickets of the accepted save are lost
             for of in self._flights.keys() - before:
@@ -165,7 +165,8 @@ class Controller(Session):
         metrics: Mapping[str, float] | None,
     ) -> GroupSave:
         """Ask for the save, write the controller's parts, and make a ticket for each group."""
-        if not self._make_way(step):
+        self._require_open()
+        if not self._participant.make_way(step):
             return GroupSave(SaveHandle(step), {})
         self._participant.allocation.save_begins()
         self._share.clear()
@@ -184,7 +185,6 @@ class Controller(Session):
             return GroupSave(SaveHandle(step), {})
         accepted = Accepted(of, False, specs)
         handle = self._participant.begin_writing(self._storage, accepted, draft)
-        self._unpolled_since = step
         alone = all(_is_at_the_top(part) for part in parts.values())
         tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
         return GroupSave(handle, tickets)

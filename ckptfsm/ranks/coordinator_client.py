@@ -208,7 +208,7 @@ class CoordinatorClient:
             except BaseException as error:  # the other ranks wait for the broadcast
                 if self._coordinator is None:  # a handler has left the manager
                     raise
-                answer = self.answer_of(error)
+                answer = replace(answer_of(error), update=self.collect())
         return share_answer(self.transport, answer)
 
     def request(self, request: SaveRequest) -> AttemptId:
@@ -220,12 +220,6 @@ class CoordinatorClient:
             if not taken and self._coordinator is not None:  # else a handler has left the manager
                 self._late = self._submit(Coordinator.forget_request)
             raise
-
-    def answer_of(self, error: BaseException) -> Answer:
-        """At rank 0: the answer to a question that raised ``error``."""
-        if isinstance(error, Exception):
-            return Answer(error=typed(error), update=self.collect())
-        return Answer(error=interrupted_rank(error), update=self.collect(), interruption=error)
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
         """Send every rank's reports to the coordinator, and its news to every rank (collective)."""
@@ -348,9 +342,12 @@ def share_answer(transport: Transport, answer: Answer) -> Answer:
     return shared if transport.rank else answer
 
 
-def interrupted_rank(error: BaseException) -> RankInterrupted:
-    """The error for the other ranks if ``error`` interrupted rank 0."""
-    return RankInterrupted(f"rank 0 was interrupted: {describe(error)}", rank=0)
+def answer_of(error: BaseException) -> Answer:
+    """The answer to a question that raised ``error``: an interrupt is one of the first rank."""
+    if isinstance(error, Exception):
+        return Answer(error=typed(error))
+    interrupted = RankInterrupted(f"rank 0 was interrupted: {describe(error)}", rank=0)
+    return Answer(error=interrupted, interruption=error)
 
 
 def typed(error: BaseException) -> CkptFsmError:

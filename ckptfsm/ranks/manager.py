@@ -73,8 +73,9 @@ class Manager(Session):
         ``on_failure="raise"``, ``OffloadFailed`` if a rank could not offload.
         """
         step = whole_step(step)
-        with self._one_call.running(), self._stalling(step):
-            if not self._make_way(step):
+        with self._one_call.running(), self._participant.stalling(step):
+            self._require_open()
+            if not self._participant.make_way(step):
                 return SaveHandle(step)
             self._participant.allocation.save_begins()
             self._share.clear()
@@ -108,7 +109,6 @@ class Manager(Session):
             self._share.undo(proposed.draft)
             return SaveHandle(step), answer.problem
         handle = self._participant.begin_writing(self._storage, accepted, proposed.draft)
-        self._unpolled_since = step
         return handle, None
 
     def _judge(self, proposed: Proposed) -> Accepted:
@@ -141,7 +141,7 @@ class Manager(Session):
         writer = self._share.writer
         if writer is None or writer.has_copy or self._participant.is_copy:
             return
-        with self._one_call.running(), self._stalling(writer.of.step):
+        with self._one_call.running(), self._participant.stalling(writer.of.step):
             writer.before_update(self._ports.clock, self._one_call.hear)
 
     def restore(

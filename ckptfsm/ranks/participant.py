@@ -14,13 +14,17 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.signals import OneCall
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import TransitionRecord
@@ -30,6 +34,7 @@ from ckptfsm.core.errors import (
     DeadlineExceeded,
     ManagerClosed,
     NoRoom,
+    PollMissingWarning,
     RankFailed,
     RecoveryWarning,
     SaveFailed,
@@ -41,7 +46,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.formats import TREE
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
-from ckptfsm.core.notes import Meter, Note, Refused
+from ckptfsm.core.notes import Meter, Note, Refused, Stalled, Unpolled
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import (
@@ -53,7 +58,7 @@ from ckptfsm.core.requests import (
     NumberedNews,
 )
 from ckptfsm.ranks.allocation import Allocation
-from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
+from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.progress import ShowProgress
 from ckptfsm.ranks.reports import RankReports
@@ -108,6 +113,7 @@ class Participant:
         # Attempts that failed, and steps without room for a save, since the last tracked save.
         self._lost: set[AttemptId | int] = set()
         self._next_timed_save = 0.0
+        self._unpolled_since: int | None = None  # the step of the save without a poll
         self._lone_makes: list[
             tuple[AttemptId, PartSpec]
         ] = []  # of other ranks, in the newest save
@@ -274,6 +280,33 @@ class Participant:
             self.take_update(update)
         self.show.look()
         return agreed[_OTHERS:]
+
+    def poll(self, *, due: bool) -> None:
+        """Make an exchange if one is ``due`` or needed, and raise failures (collective)."""
+        self._unpolled_since = None
+        if due or not self.quiet:
+            with self.calls.running():
+                self.exchange()
+        self._client.work_in_background()
+        self.raise_failures()
+
+    def ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask the coordinator together, see ``together``."""
+        return self.together(partial(self._client.ask, work, *arguments))
+
+    def together(self, question: Callable[[], Any]) -> Any:
+        """Ask at rank 0, for all ranks; the news first, then the error on every rank (collective)."""
+        answer = Answer()
+        with self.calls.running():
+            try:
+                answer = self._client.together(question)
+                self.take_update(answer.update)
+                if answer.problem is not None:
+                    raise answer.problem
+            except BaseException:  # a Ctrl-C
+                self._client.give_back(answer.value)
+                raise
+            return answer.value
 
     def _agree_on(self, flags: Sequence[bool]) -> list[bool]:
         """Agree. A rank that does not answer may be in a function of the trainer's: name that."""
@@ -470,10 +503,95 @@ class Participant:
 
     # -------------------------------------------------------------------------------------- a save
 
+    def make_way(self, step: int) -> bool:
+        """Make way for a save; False if it is to be skipped. The same on every rank.
+
+        A root has one save in flight: wait, skip or refuse.
+        """
+        self.watch_polls(step)
+        self.catch_up(self._config.effect_timeout_s)
+        self.raise_failures()
+        busy = self.view.in_flight
+        if busy is None:
+            return True
+        if self._config.on_busy == "skip":
+            said = f"step {step}: not saved, because step {busy.step} is still in flight"
+            say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
+            return False
+        if self._config.on_busy == "raise":
+            raise self._refusal(step, busy)
+        self.wait_unless_blocked(_no_save_in_flight, f"the save of step {busy.step}")
+        self.raise_failures()
+        busy = self.view.in_flight
+        if busy is None:
+            return True
+        if self._config.on_failure != "warn":
+            raise self._refusal(step, busy)
+        said = f"the save of step {step} was skipped: {self._refusal(step, busy).message}"
+        say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
+        warn_caller(SaveFailedWarning(said))
+        return False
+
+    def wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
+        """Wait for a save. If the disk blocks it, retry once, then wait no longer."""
+        over, limit = _FinishedOrBlocked(finished), self._config.busy_timeout_s
+        self.wait_and_retry(over, finished, limit, waiting_for)
+
+    def wait_and_retry(
+        self,
+        over: Callable[[View], bool],
+        finished: Callable[[View], bool],
+        timeout_s: float,
+        waiting_for: str,
+    ) -> None:
+        """Wait until ``over``; unless ``finished`` then, retry and wait again, by the same deadline."""
+        began = self._ports.clock.monotonic()
+        self.drive(over, timeout_s, waiting_for)
+        if not finished(self.view):
+            self.ask(Coordinator.retry)
+            self.drive(over, timeout_s, waiting_for, since=began)
+
+    def _refusal(self, step: int, busy: AttemptId) -> SaveRefused:
+        """The refusal of a save while another one is in flight, and perhaps blocked."""
+        reason, text = self.view.blocked_by, f"step {busy.step} is still in flight"
+        if reason is None:
+            return SaveRefused(text, step=step, in_flight=busy.step)
+        text = f"{text}, and blocked: {named(reason)}"
+        return SaveRefused(text, step=step, in_flight=busy.step, **facts_of(reason))
+
+    @contextlib.contextmanager
+    def stalling(self, step: int) -> Iterator[None]:
+        """A block in which the trainer waits for the save of ``step``: meters are told how long."""
+        began = self._ports.clock.monotonic()
+        try:
+            yield
+        finally:
+            self.tell(Stalled(step, self._ports.clock.monotonic() - began))
+
+    def watch_polls(self, step: int) -> None:
+        """Warn of a save without polls, which never gets tracked, with its step (F28)."""
+        since, busy = self._unpolled_since, self.view.in_flight
+        if since is None or busy is None or not isinstance(step, int):
+            return
+        if step - since >= self._config.poll_warning_steps:
+            self._unpolled_since = step
+            agent = self._share.agent
+            lost = (
+                "its failure would not be seen, and foreign requests wait"
+                if agent is not None and agent.alive
+                else "it cannot be tracked without"
+            )
+            self.tell(Unpolled())
+            warn_caller(
+                PollMissingWarning(
+                    f"the save of step {busy.step} is in flight and poll() was not called for "
+                    f"{step - since} steps: {lost}"
+                )
+            )
+
     def begin_writing(self, storage: Storage, accepted: Accepted, draft: Draft) -> SaveHandle:
         """Stage and fork this rank's share of an accepted save."""
-        self.save_due = False
-        self.reports.forget_sent(self.view.unfinished)
+        self.save_due, self._unpolled_since = False, accepted.of.step
         handle = self.expect(accepted.of)
         self._lone_makes = [
             (accepted.of, spec)
@@ -504,6 +622,22 @@ class HandleDone:
         """
         failed = self.handle.exception() is not None
         return self.handle.done and (failed or not view.retention_due or bool(view.unfinished))
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedOrBlocked:
+    finished: Callable[[View], bool]
+
+    def __call__(self, view: View) -> bool:
+        return self.finished(view) or view.blocked_by is not None
+
+
+def _no_save_in_flight(view: View) -> bool:
+    return view.in_flight is None
+
+
+def nothing_unfinished(view: View) -> bool:
+    return view.quiet
 
 
 def failure_of(record: TransitionRecord) -> CkptFsmError:

@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -104,6 +104,7 @@ class RankReports:
 
     def note_due(self, view: View) -> None:
         """Put all reports that are due into the outbox."""
+        self._sent = {event for event in self._sent if event.of in view.unfinished}
         if self.source is not None:
             self.source()
         for event in self._share.reports():
@@ -146,10 +147,6 @@ class RankReports:
         """Note that an exchange took these reports, the first of the outbox."""
         self._sent.update(events)
         del self.outbox[: len(events)]  # after an interrupt here, the ledger ignores the repeats
-
-    def forget_sent(self, unfinished: Collection[AttemptId]) -> None:
-        """Keep only the sent reports of unfinished attempts."""
-        self._sent = {event for event in self._sent if event.of in unfinished}
 
     def await_writer(self, timeout_s: float) -> str:
         """Wait for the writer without the other ranks. Returns its fault in words, or ""."""

@@ -11,14 +11,12 @@ touches the coordinator's disk work: it asks, with a deadline.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,19 +30,15 @@ from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     ManagerClosed,
-    PollMissingWarning,
     RankFailed,
     RecoveryWarning,
     SaveFailedWarning,
-    SaveRefused,
     StepNotFoundError,
     UnsavedStepsWarning,
     describe,
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
-from ckptfsm.core.notes import Stalled, Unpolled
-from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Identity, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
@@ -54,12 +48,12 @@ from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import (
     Answer,
     CoordinatorClient,
-    interrupted_rank,
+    answer_of,
     share_answer,
     typed,
 )
-from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
-from ckptfsm.ranks.participant import HandleDone, Hook, Participant
+from ckptfsm.ranks.handle import SaveHandle, View
+from ckptfsm.ranks.participant import HandleDone, Hook, Participant, nothing_unfinished
 from ckptfsm.ranks.restoring import Restorer
 from ckptfsm.ranks.share import Share
 from ckptfsm.ranks.shared_root import OpenedRoot, open_shared
@@ -88,7 +82,6 @@ class Session:
         self._recovery: RecoveryReport | None = None
         self._ports = ports
         self._polls = 0
-        self._unpolled_since: int | None = None
         self._reached: int | None = None  # the step that the trainer asked for last
         self._signals: dict[int, Any] = {}
         self._one_call = OneCall(ports.defer_signals)
@@ -144,10 +137,8 @@ class Session:
                 root = OpenedRoot(self._storage.root, report.epoch, identity)
                 shared = (report, view, root, self.config.of_all_ranks())
                 answer = Answer(shared, update=self._client.collect())
-            except Exception as error:  # the other ranks wait for the broadcast
-                answer = Answer(error=typed(error))
-            except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
-                answer = Answer(error=interrupted_rank(error), interruption=error)
+            except BaseException as error:  # a Ctrl-C too: the other ranks wait for the broadcast
+                answer = answer_of(error)
         answer = share_answer(self._ports.transport, answer)
         raised = answer.problem or problem or self._open_locally(answer)
         self._agree_that_all_opened(raised)
@@ -312,7 +303,9 @@ class Session:
 
     def _wait_to_close(self, timeout_s: float) -> None:
         """Wait until nothing is in flight. A refused clean-up is left to the next start."""
-        self._wait_and_retry(_may_close, _nothing_unfinished, timeout_s, "the saves in flight")
+        self._participant.wait_and_retry(
+            _may_close, nothing_unfinished, timeout_s, "the saves in flight"
+        )
         self._participant.raise_failures()
 
     def abandon(self) -> None:
@@ -423,7 +416,7 @@ class Session:
 
         An ``UnsavedStepsWarning`` comes with the first call if no setting makes a save due.
         """
-        self._watch_polls(step)
+        self._participant.watch_polls(step)
         first, self._reached = self._reached is None, step
         if first and not last:
             self._warn_of_no_schedule()
@@ -471,72 +464,6 @@ class Session:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def _make_way(self, step: int) -> bool:
-        """Make way for a save; False if it is to be skipped. The same on every rank.
-
-        A root has one save in flight: wait, skip or refuse.
-        """
-        self._require_open()
-        self._watch_polls(step)
-        self._participant.catch_up(self.config.effect_timeout_s)
-        self._participant.raise_failures()
-        busy = self._participant.view.in_flight
-        if busy is None:
-            return True
-        if self.config.on_busy == "skip":
-            said = f"step {step}: not saved, because step {busy.step} is still in flight"
-            say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
-            return False
-        if self.config.on_busy == "raise":
-            raise self._refusal(step, busy)
-        self._wait_unless_blocked(_no_save_in_flight, f"the save of step {busy.step}")
-        self._participant.raise_failures()
-        busy = self._participant.view.in_flight
-        if busy is None:
-            return True
-        if self.config.on_failure != "warn":
-            raise self._refusal(step, busy)
-        said = f"the save of step {step} was skipped: {self._refusal(step, busy).message}"
-        say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
-        warn_caller(SaveFailedWarning(said))
-        return False
-
-    def _wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
-        """Wait for a save. If the disk blocks it, retry once, then wait no longer."""
-        over, limit = _FinishedOrBlocked(finished), self.config.busy_timeout_s
-        self._wait_and_retry(over, finished, limit, waiting_for)
-
-    def _wait_and_retry(
-        self,
-        over: Callable[[View], bool],
-        finished: Callable[[View], bool],
-        timeout_s: float,
-        waiting_for: str,
-    ) -> None:
-        """Wait until ``over``; unless ``finished`` then, retry and wait again, by the same deadline."""
-        began = self._ports.clock.monotonic()
-        self._participant.drive(over, timeout_s, waiting_for)
-        if not finished(self._participant.view):
-            self._agree(Coordinator.retry)
-            self._participant.drive(over, timeout_s, waiting_for, since=began)
-
-    def _refusal(self, step: int, busy: AttemptId) -> SaveRefused:
-        """The refusal of a save while another one is in flight, and perhaps blocked."""
-        reason, text = self._participant.view.blocked_by, f"step {busy.step} is still in flight"
-        if reason is None:
-            return SaveRefused(text, step=step, in_flight=busy.step)
-        text = f"{text}, and blocked: {named(reason)}"
-        return SaveRefused(text, step=step, in_flight=busy.step, **facts_of(reason))
-
-    @contextlib.contextmanager
-    def _stalling(self, step: int) -> Iterator[None]:
-        """A block in which the trainer waits for the save of ``step``: meters are told how long."""
-        began = self._ports.clock.monotonic()
-        try:
-            yield
-        finally:
-            self._participant.tell(Stalled(step, self._ports.clock.monotonic() - began))
-
     # ----------------------------------------------------------------------------------- poll
 
     def poll(self) -> None:
@@ -545,14 +472,9 @@ class Session:
         Raises the error of a failed save, on every rank, under ``on_failure="raise"``.
         """
         self._require_open()
-        self._unpolled_since = None
         self._polls += 1
         due = self.config.needs_agreement and self._polls % self.config.exchange_every == 0
-        if due or not self._participant.quiet:
-            with self._one_call.running():
-                self._participant.exchange()
-        self._client.work_in_background()
-        self._participant.raise_failures()
+        self._participant.poll(due=due)
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``.
@@ -561,7 +483,7 @@ class Session:
         """
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         with self._one_call.running():
-            self._participant.drive(_nothing_unfinished, limit, "the saves in flight")
+            self._participant.drive(nothing_unfinished, limit, "the saves in flight")
             self._participant.raise_failures()
 
     def wait_for(self, handle: SaveHandle) -> None:
@@ -574,7 +496,9 @@ class Session:
         """
         with self._one_call.running():
             if self.config.on_failure == "warn":
-                self._wait_unless_blocked(HandleDone(handle), f"the save of step {handle.step}")
+                self._participant.wait_unless_blocked(
+                    HandleDone(handle), f"the save of step {handle.step}"
+                )
             else:
                 self._participant.settle(handle)
             self._participant.raise_failures()
@@ -584,27 +508,6 @@ class Session:
             why = "the manager is closed, or another process's that forked this one"
             raise ManagerClosed(why, file=self._storage.root)
         self._participant.refuse_inside_a_hook()
-
-    def _watch_polls(self, step: int) -> None:
-        """Warn of a save without polls, which never gets tracked, with its step (F28)."""
-        since, busy = self._unpolled_since, self._participant.view.in_flight
-        if since is None or busy is None or not isinstance(step, int):
-            return
-        if step - since >= self.config.poll_warning_steps:
-            self._unpolled_since = step
-            agent = self._share.agent
-            lost = (
-                "its failure would not be seen, and foreign requests wait"
-                if agent is not None and agent.alive
-                else "it cannot be tracked without"
-            )
-            self._participant.tell(Unpolled())
-            warn_caller(
-                PollMissingWarning(
-                    f"the save of step {busy.step} is in flight and poll() was not called for "
-                    f"{step - since} steps: {lost}"
-                )
-            )
 
     # --------------------------------------------------------------------- requests of people
 
@@ -626,7 +529,8 @@ class Session:
         Retention decides anew. Rank 0's values count. Each replaces a metric of the same name.
         Raises ``StepNotFoundError``, or ``ConfigError`` for a value that is not a finite number.
         """
-        self._together(partial(self._record_metrics, step, metrics))
+        self._require_open()
+        self._participant.together(partial(self._record_metrics, step, metrics))
 
     def _record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """At rank 0: check the metrics, and have them recorded."""
@@ -658,23 +562,9 @@ class Session:
         return Restorer(self._ports, self._storage, config, self._agree, self._one_call)
 
     def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the coordinator together, see ``_together``."""
-        return self._together(partial(self._client.ask, work, *arguments))
-
-    def _together(self, question: Callable[[], Any]) -> Any:
-        """Ask at rank 0, for all ranks; the news first, then the error on every rank (collective)."""
+        """Ask the coordinator together, see ``Participant.together``."""
         self._require_open()
-        answer = Answer()
-        with self._one_call.running():
-            try:
-                answer = self._client.together(question)
-                self._participant.take_update(answer.update)
-                if answer.problem is not None:
-                    raise answer.problem
-            except BaseException:  # a Ctrl-C
-                self._client.give_back(answer.value)
-                raise
-            return answer.value
+        return self._participant.ask(work, *arguments)
 
 
 def whole_step(step: Any) -> Any:
@@ -685,22 +575,6 @@ def whole_step(step: Any) -> Any:
     """
     whole = hasattr(step, "__index__") and not isinstance(step, bool)
     return operator.index(step) if whole else step
-
-
-@dataclass(frozen=True, slots=True)
-class _FinishedOrBlocked:
-    finished: Callable[[View], bool]
-
-    def __call__(self, view: View) -> bool:
-        return self.finished(view) or view.blocked_by is not None
-
-
-def _no_save_in_flight(view: View) -> bool:
-    return view.in_flight is None
-
-
-def _nothing_unfinished(view: View) -> bool:
-    return view.quiet
 
 
 def _may_close(view: View) -> bool:

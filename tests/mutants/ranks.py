@@ -132,6 +132,11 @@ WRITERS = (
         "writers.rank_writer:RankWriter.look_at_copy",
         "self._draft.let_go()",
         "pass",
+        (
+            "writers.rank_writer:RankWriter.look_at_copy",
+            "self._draft = self._copying = None",
+            "self._copying = None",
+        ),
         breaks="I10",
         source="verl #4638",
         killers=("tests:test_manager.py::test_nothing_of_the_state_is_held_once_a_writer_has_it",),
@@ -311,8 +316,8 @@ WRITERS = (
 PEOPLE = (
     mutant(
         "polling-does-nothing",
-        "ranks.session:Session.poll",
-        "self._participant.exchange()",
+        "ranks.participant:Participant.poll",
+        "self.exchange()",
         "pass",
         breaks="F28",
         source="verl #6067 / #7363",
@@ -370,7 +375,7 @@ PEOPLE = (
     mutant(
         "the-coordinators-error-stays-at-rank-0",
         "ranks.coordinator_client:CoordinatorClient.together",
-        "answer = self.answer_of(error)",
+        "answer = replace(answer_of(error), update=self.collect())",
         "raise",
         breaks="I10",
         source="Automodel #3390",
@@ -378,7 +383,7 @@ PEOPLE = (
     ),
     mutant(
         "what-the-disk-blocks-is-waited-for",
-        "ranks.session:_FinishedOrBlocked.__call__",
+        "ranks.participant:_FinishedOrBlocked.__call__",
         "return self.finished(view) or view.blocked_by is not None",
         "return self.finished(view)",
         breaks="I10",
@@ -388,8 +393,8 @@ PEOPLE = (
     ),
     mutant(
         "a-mended-disk-is-not-tried",
-        "ranks.session:Session._wait_and_retry",
-        "self._agree(Coordinator.retry)",
+        "ranks.participant:Participant.wait_and_retry",
+        "self.ask(Coordinator.retry)",
         "",
         breaks="I10",
         source="F5",
@@ -397,7 +402,7 @@ PEOPLE = (
     ),
     mutant(
         "a-wait-that-retries-begins-anew",
-        "ranks.session:Session._wait_and_retry",
+        "ranks.participant:Participant.wait_and_retry",
         "timeout_s, waiting_for, since=began",
         "timeout_s, waiting_for",
         breaks="I10",

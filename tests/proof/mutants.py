@@ -68,6 +68,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "recovery_refusals": "recovery",
     "participant": "manager",
     "reports": "manager",
+    "share": "manager",
     "coordinator_client": "manager",
     "handle": "manager",
     "restoring": "manager",

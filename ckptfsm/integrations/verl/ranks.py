@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
 from ckptfsm.core.ports import Transport
-from ckptfsm.ranks.coordinator_client import interrupted_rank, typed
+from ckptfsm.ranks.coordinator_client import Answer, answer_of, share_answer
 
 T = TypeVar("T")
 
@@ -33,22 +33,6 @@ class Order:
     rank: int
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """The work of rank 0 has ended."""
-
-    value: Any = None
-    error: CkptFsmError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The end of one call in a rank."""
-
-    value: Any = None
-    error: CkptFsmError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +105,19 @@ class Ranks:
 
     def _lead(self, work: Callable[[], T]) -> T:
         try:
-            value = work()
+            answer = Answer(work())
         except RankFailed:  # no rank can be told any more
             raise
-        except Exception as error:
-            self.transport.broadcast(Over(error=typed(error)))
+        except BaseException as error:  # a Ctrl-C too: the others must not wait
+            share_answer(self.transport, answer_of(error))
             raise
-        except BaseException as error:  # a Ctrl-C: the others must not wait
-            self.transport.broadcast(Over(error=interrupted_rank(error)))
-            raise
-        self.transport.broadcast(Over(value))
-        return value
+        return cast("T", share_answer(self.transport, answer).value)
 
     def _follow(self) -> Any:
         """Answer the calls of rank 0 until its work is over."""
         while True:
             told = self.transport.broadcast(None)
-            if isinstance(told, Over):
+            if isinstance(told, Answer):  # of the work itself
                 break
             self.transport.gather(self._answers(told))
         error = self._leaving or told.error

@@ -25,8 +25,8 @@ ASKING: Sequence[Function] = (
     CoordinatorClient.ask,
     CoordinatorClient._outcome,
     Manager._judge,
-    Manager._ask_for,
-    CoordinatorClient.share,
+    CoordinatorClient.request,
+    CoordinatorClient.together,
 )
 FORKING: Sequence[Function] = (Manager._begin, Participant.begin_writing, Participant.expect)
 JUDGING: Sequence[Function] = (RankWriter.poll, RankWriter._ended, RankWriter._judge)

@@ -50,7 +50,7 @@ from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.protection import Protection
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.participant import Participant
 from ckptfsm.testing import invariants
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -273,7 +273,7 @@ def test_I10_an_error_that_stops_the_coordinator_is_found(monkeypatch):
 
 
 def test_F28_silence_about_missing_polls_is_found(monkeypatch):
-    monkeypatch.setattr(Manager, "_watch_polls", no_effect)
+    monkeypatch.setattr(Participant, "watch_polls", no_effect)
     assert first_failure(what="nobody polls").promise == "I10"
 
 

@@ -539,7 +539,7 @@ def test_F22_on_busy_skip_and_raise_of_a_blocked_save(broken: Broken):
     assert facts(caught.value) == broken.facts
     assert (caught.value.in_flight, caught.value.reason) == (2, "tracker")
     skipping = manager.config.model_copy(update={"on_busy": "skip"})
-    manager.config, tries = skipping, len(broken.storage.calls)
+    manager._participant._config, tries = skipping, len(broken.storage.calls)
     assert manager.save(3, weights(3)).skipped
     assert len(broken.storage.calls) == tries and not handle.done
     broken.mend()
@@ -1701,7 +1701,8 @@ def test_F25_a_wait_that_retries_has_one_deadline(run: Run, monkeypatch):
     began = run.clock.monotonic()
     monkeypatch.setattr(Coordinator, "retry", lambda coordinator: run.clock.advance(10.0))
     with pytest.raises(DeadlineExceeded) as caught:
-        manager._wait_and_retry(lambda _: next(over, False), lambda _: False, 10.0, "the disk")
+        wait = manager._participant.wait_and_retry
+        wait(lambda _: next(over, False), lambda _: False, 10.0, "the disk")
     assert run.clock.monotonic() - began < 20.0 and caught.value.timeout_s == 10.0
 
 
