@@ -48,7 +48,7 @@ from ckptfsm.core.ports import Draft, Identity, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
-from ckptfsm.jobs.beside import JobsBeside
+from ckptfsm.follow.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.comparing import Comparison
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed

@@ -478,7 +478,7 @@ def test_a_journal_that_did_not_change_is_not_parsed_again(monkeypatch):
 
 @pytest.mark.parametrize("how", ["folded", "two moments"])
 def test_a_journal_that_moves_while_it_is_read_is_read_again(how):
-    """Catches: an evaluator that ends, or a list that says "damaged", because the owner wrote just then."""
+    """Catches: an evaluator that ends, or a list that says "damaged", as the owner wrote just then."""
     storage, real = plant(lines(opened(), *life(3))), SimStorage.read
     moments = [how]
 

@@ -19,10 +19,10 @@ from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded
 from ckptfsm.core.layout import TRACKER, VERL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk import watching
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.disk.watching import checkpoints, wait_for_new_checkpoint
+from ckptfsm.follow import evaluators, follower
+from ckptfsm.follow.evaluators import checkpoints, wait_for_new_checkpoint
 from ckptfsm.testing.harness import FakeJob
 
 
@@ -352,8 +352,8 @@ def test_a_root_of_verl(tmp_path: Path):
 def test_a_look_at_nothing_new_reads_the_tracker_alone(job: FakeJob, tmp_path: Path, monkeypatch):
     """Catches: a journal of a year that each reader reads every few seconds."""
     reads = []
-    real = watching.read_history
-    monkeypatch.setattr(watching, "read_history", lambda s: (reads.append(1), real(s))[1])
+    real = follower.read_history
+    monkeypatch.setattr(follower, "read_history", lambda *a: (reads.append(1), real(*a))[1])
     assert seen(tmp_path, *[lambda: None] * 9, after=30) == []
     assert len(reads) == 1
 
@@ -393,7 +393,7 @@ def test_a_renewal_that_fails_is_told_and_tried_again(job: FakeJob, tmp_path: Pa
             return next(waits)
 
         before = next(aside.iterdir()).read_bytes()
-        watching._renew(lease, 1.0, ended)
+        evaluators._renew(lease, 1.0, ended)
         assert caplog.text.count("not renewed") == 1
         assert next(readers.iterdir()).read_bytes() != before
     assert list(waits) == []
@@ -404,7 +404,7 @@ def test_a_lease_on_a_step_that_was_rolled_back_is_given_up(job: FakeJob, tmp_pa
     with ReaderLease(tmp_path, 30) as lease:
         job.coordinator.rollback(10)
         waits = iter([False, True])
-        watching._renew(lease, 1.0, lambda seconds: next(waits))
+        evaluators._renew(lease, 1.0, lambda seconds: next(waits))
         assert list(waits) == [True] and "step 30 is not at" in caplog.text
 
 
