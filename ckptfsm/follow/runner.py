@@ -199,7 +199,7 @@ class Runner(Follower):
             self._serve(channel, messages)
         except BaseException as error:
             self.leave()
-            self._tell(Trouble(describe(error)))
+            self.refuse(error)
             if not isinstance(error, Fenced):
                 raise
 
@@ -276,7 +276,7 @@ class Runner(Follower):
             waiting.register(fd, select.POLLIN)
         waiting.poll(1000 * max(0.0, min(times) - self._clock.monotonic()) + 1)
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: BaseException) -> None:
         later = self._clock.monotonic() + _AFTER_TROUBLE * self._plan.look_s
         self._look_at = max(self._look_at, later)
         self._trouble = describe(error)
@@ -339,9 +339,10 @@ class Runner(Follower):
             self._saved,
             at_start=self._at_start,
         )
-        self._changed, self._at_start = bool(found.put), False
+        self._changed = bool(found.put)
         for record in found.put:
             self._put(record)
+        self._at_start = False
         for record in found.removed:
             self._store.remove(record)
             del self.records[key_of(record)]
@@ -401,6 +402,8 @@ class Runner(Follower):
                     self._withdraw(self._busy)
                 else:
                     self._let_go(of)
+            except OSError as error:  # the others are to be renewed, too
+                self.refuse(error)
 
     def _withdraw(self, busy: _Busy) -> None:
         if busy.outcome is None:

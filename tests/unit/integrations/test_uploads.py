@@ -21,7 +21,13 @@ from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
+from ckptfsm.core.errors import (
+    DeadlineExceeded,
+    Fenced,
+    SaveFailed,
+    SaveFailedWarning,
+    StorageError,
+)
 from ckptfsm.core.jobs import Task
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN
@@ -294,6 +300,34 @@ def test_an_end_that_came_too_early_names_the_steps_without_a_copy(start, tmp_pa
     with pytest.raises(DeadlineExceeded, match="did not finish in time: no copy of steps 1, 2"):
         job.wait()
     assert job.leases() == [] and job.uploads.work.child.poll() is not None
+
+
+def test_I7_a_lease_that_cannot_be_renewed_costs_no_other(start, tmp_path):
+    """Catches: steps that wait, and are pruned, as the disk refused the lease of another one."""
+    job = start(Held(str(tmp_path / "there"), Gate(tmp_path / "gate")), retention=KeepAll())
+    for step in (1, 2, 3):
+        job.save(step)
+    job.turn()
+    readers = job.root / ".ckptfsm/readers"
+    before = {path: path.read_bytes() for path in readers.iterdir()}
+    job.disk.before = Once("/readers/1.")
+    job.uploads.runner._renew_at = 0.0
+    job.turn()
+    renewed = [path for path, data in before.items() if path.read_bytes() != data]
+    assert sorted(path.name.partition(".")[0] for path in renewed) == ["2", "3"]
+
+
+def test_an_owner_that_was_fenced_is_not_told_that_all_is_uploaded(start, monkeypatch):
+    """Catches: an end without a word, where the thread of the uploads had ended long before."""
+    job = start()
+
+    def fenced() -> None:
+        raise Fenced("another owner has the root")
+
+    monkeypatch.setattr(job.uploads.runner, "_check_epoch", fenced)
+    said = pytest.warns(SaveFailedWarning, match="uploads wait: .*another owner")
+    with said, pytest.raises(DeadlineExceeded, match="did not finish in time"):
+        job.wait()
 
 
 def test_an_end_waits_for_a_hung_disk_no_longer_than_its_time(start, monkeypatch):
