@@ -42,15 +42,12 @@ def saved_since(storage: Storage, epoch: int) -> set[AttemptId]:
 
     Reads only these lines, and judges nothing.
     """
-    found = set()
-    for name in list_names(storage, JOURNAL):
-        number = parse_segment(name)
-        if number is None or number < epoch:
-            continue
-        for line in storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES).split(b"\n"):
-            if _TRACKED not in line or (body := decode_line(line)) is None:
-                continue
-            record = json.loads(body)
-            if (record.get("type"), record.get("source")) == ("transition", "finalized"):
-                found.add(AttemptId(record["step"], record["epoch"], record["attempt"]))
-    return found
+    names = [name for name in list_names(storage, JOURNAL) if (parse_segment(name) or 0) >= epoch]
+    segments = (storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES) for name in names)
+    lines = (line for data in segments for line in data.split(b"\n") if _TRACKED in line)
+    records = (json.loads(body) for line in lines if (body := decode_line(line)) is not None)
+    return {
+        AttemptId(record["step"], record["epoch"], record["attempt"])
+        for record in records
+        if (record.get("type"), record.get("source")) == ("transition", "finalized")
+    }

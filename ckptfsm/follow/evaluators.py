@@ -160,7 +160,6 @@ class _Evaluator(Follower):
             if left <= 0:
                 return None
             self._clock.sleep(min(self._interval_s, left))
-        self._settled = None  # the tracker may come to the same step again meanwhile
         return lease
 
     def _next(self) -> ReaderLease | None:
@@ -185,7 +184,8 @@ class _Evaluator(Follower):
         there = _up_to(ledger, named)
         offered = [c for c in there if c.id not in self._known and c.step > self._floor]
         self._offered = offered[-1:] if self._newest_only else offered
-        # A step that the tracker alone names is one that the job has still to adopt.
+        # Not while something is offered: the tracker may come to the same step again meanwhile. A step
+        # that the tracker alone names is one that the job has still to adopt.
         return not offered and any(c.step == named for c in there)
 
     def due(self) -> Sequence[Checkpoint]:

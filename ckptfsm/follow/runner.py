@@ -71,15 +71,12 @@ class Attempt(Protocol):
 
     def ended(self) -> str | None:
         """None while it runs; then "" for success, or the reason."""
-        ...
 
     def watched(self) -> list[int]:
         """Descriptors that can be read once there is something to do."""
-        ...
 
     def kill(self) -> str:
         """Kill it, and wait for its end. Returns its last words."""
-        ...
 
 
 class Work(Protocol):
@@ -87,21 +84,17 @@ class Work(Protocol):
 
     def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> Attempt:
         """Begin an attempt for the checkpoint at ``path``. Raises ``Unfit``; other errors fail it."""
-        ...
 
 
 class Records:
-    """Records that end with this process. ``disk.job_records`` has those that survive it."""
+    """Records that end with this process. Those of ``jobs`` survive it."""
 
     def begin(self) -> list[JobRecord]:
         """The records of an earlier run, in no order."""
         return []
 
-    def put(self, record: JobRecord) -> None:
-        """Make a record durable."""
-
-    def remove(self, record: JobRecord) -> None:
-        """Forget a record."""
+    def put(self, record: JobRecord) -> None: ...
+    def remove(self, record: JobRecord) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,12 +298,10 @@ class Runner(Follower):
         """Take over the records of an earlier run, and remove the leases that it left."""
         records = {key_of(each): each for each in self._store.begin()}
         for name in list_names(self._storage, READERS):
-            if parse_reader(name) is not None and name.partition(".")[2].startswith(
-                self._plan.leases
-            ):
+            if parse_reader(name) is not None and f".{self._plan.leases}" in name:
                 remove_marker(self._storage, f"{READERS}/{name}")
         self.records = records
-        for changed in begin_again(self._plan.tasks, list(records.values())):
+        for changed in begin_again(self._plan.tasks, records.values()):
             self._put(changed)
         self._read(self._storage, read_tracker(self._storage).step)
         self._begun = True

@@ -82,15 +82,6 @@ MUTANTS = (
         why="both runs have one schedule, so their attempts have the same names",
     ),
     mutant(
-        "the-tracker-at-an-old-step-is-no-news",
-        "follow.evaluators:_Evaluator.wait",
-        "self._settled = None",
-        "pass",
-        breaks="I2",
-        source="order",
-        killers=("tests:test_follower.py::test_a_tracker_that_names_the_same_step_again",),
-    ),
-    mutant(
         "a-lease-that-a-long-body-outlives",
         "follow.evaluators:_each",
         "held.enter_context(_renewed(lease, renew_s))",

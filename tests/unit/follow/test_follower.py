@@ -21,6 +21,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.disk.visibility import VISIBILITY_S
 from ckptfsm.follow import evaluators, follower
 from ckptfsm.follow.evaluators import checkpoints, wait_for_new_checkpoint
 from ckptfsm.testing.harness import FakeJob
@@ -231,7 +232,17 @@ def test_F9_the_newest_directory_may_show_late(job: FakeJob, tmp_path: Path):
     """Catches: the newest checkpoint passed over, because its name was not visible yet."""
     newest, away = tmp_path / "iter_0000030", tmp_path / "elsewhere"
     newest.rename(away)
-    assert seen(tmp_path, lambda: None, lambda: away.rename(newest)) == [10, 20, 30]
+    turns = Turns()
+
+    def show() -> None:
+        if turns.now > 2 * VISIBILITY_S:
+            away.rename(newest)
+        else:
+            turns.actions.append(show)
+
+    show()
+    found = [lease.step for lease in checkpoints(tmp_path, timeout_s=60.0, clock=turns)]
+    assert found == [10, 20, 30]
 
 
 def test_F9_an_older_directory_may_show_late(job: FakeJob, tmp_path: Path):
