@@ -306,9 +306,13 @@ class Runner(Follower):
         self._read(self._storage, read_tracker(self._storage).step)
         self._begun = True
 
+    def _read(self, storage: Storage, named: int | None) -> None:
+        # Before the ledger, where all of these are then tracked, or gone.
+        self._saved = saved_since(storage, self._last_epoch())
+        super()._read(storage, named)
+
     def hear(self, history: History, named: int | None) -> bool:
         if history.ledger.checkpoints is not self._checkpoints:
-            self._saved = saved_since(self._storage, self._last_epoch())
             self._checkpoints, self._changed = history.ledger.checkpoints, True
         tracked = history.ledger.in_state(State.TRACKED)
         return named is None or any(c.step == named for c in tracked)

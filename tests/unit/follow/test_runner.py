@@ -24,6 +24,7 @@ from ckptfsm.core.jobs import Job
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.job_records import read_records
+from ckptfsm.follow import follower
 from ckptfsm.follow.jobs import JobRecords, JobWork, Order
 from ckptfsm.follow.runner import Plan, Runner, Trouble
 
@@ -320,6 +321,29 @@ def test_steps_that_come_and_go_between_two_looks_are_missed(make):
         (30, "export", "missed", 0),
         (40, "export", "done", 1),
     ]
+
+
+def test_a_step_that_is_tracked_during_a_look_is_not_missed(make, monkeypatch):
+    """Catches: a checkpoint called pruned, as it was tracked after the ledger had been read."""
+    start, job = make
+    work = start(shell("true"))
+    for step in (10, 20):
+        job.save(step)
+        job.coordinator.pin(step, "")
+        if step == 10:
+            work.finish()
+    real, coming = follower.read_history, [30]
+
+    def read(*arguments):
+        found = real(*arguments)
+        if coming:
+            job.save(coming.pop())
+        return found
+
+    monkeypatch.setattr(follower, "read_history", read)
+    work.finish()
+    work.finish()
+    assert [row[:3] for row in work.records] == [(n, "export", "done") for n in (10, 20, 30)]
 
 
 def test_F9_a_directory_that_shows_late_is_waited_for_and_then_missed(make, tmp_path):
