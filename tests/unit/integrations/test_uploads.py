@@ -304,7 +304,7 @@ def test_an_end_that_came_too_early_names_the_steps_without_a_copy(start, tmp_pa
 
 def test_I7_a_lease_that_cannot_be_renewed_costs_no_other(start, tmp_path):
     """Catches: steps that wait, and are pruned, as the disk refused the lease of another one."""
-    job = start(Held(str(tmp_path / "there"), Gate(tmp_path / "gate")), retention=KeepAll())
+    job = start(Held(str(tmp_path / "there"), FifoGate(tmp_path / "gate")), retention=KeepAll())
     for step in (1, 2, 3):
         job.save(step)
     job.turn()
