@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from ckptfsm.core.retention import Policy as Policy
     from ckptfsm.core.retention import Steps as Steps
     from ckptfsm.disk.reader_lease import ReaderLease as ReaderLease
-    from ckptfsm.disk.watching import checkpoints as checkpoints
-    from ckptfsm.disk.watching import wait_for_new_checkpoint as wait_for_new_checkpoint
+    from ckptfsm.follow.evaluators import checkpoints as checkpoints
+    from ckptfsm.follow.evaluators import wait_for_new_checkpoint as wait_for_new_checkpoint
     from ckptfsm.megatron.checkpoint_manager import CheckpointManager as CheckpointManager
     from ckptfsm.megatron.foreign import ForeignRequest as ForeignRequest
     from ckptfsm.megatron.torch_group_worker import GroupWorker as GroupWorker
@@ -73,8 +73,8 @@ _PLACES = MappingProxyType(
         "Progress": "ckptfsm.core.progress",
         "Restored": "ckptfsm.ranks.handle",
         "ReaderLease": "ckptfsm.disk.reader_lease",
-        "checkpoints": "ckptfsm.disk.watching",
-        "wait_for_new_checkpoint": "ckptfsm.disk.watching",
+        "checkpoints": "ckptfsm.follow.evaluators",
+        "wait_for_new_checkpoint": "ckptfsm.follow.evaluators",
         "State": "ckptfsm.core.lifecycle",
         "TransitionRecord": "ckptfsm.core.documents",
         "RecoveryReport": "ckptfsm.core.requests",

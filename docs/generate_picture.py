@@ -28,7 +28,7 @@ ROOMS: Mapping[str, str] = MappingProxyType(
         "disk": "keeps the protocol on disk",
         "writers": "writes the shards",
         "coordinator": "journals, then acts; recovers",
-        "jobs": "runs jobs beside the training",
+        "follow": "takes each tracked checkpoint: evaluators, jobs",
         "ranks": "what a trainer calls",
         "megatron": "torch and megatron-core",
         "integrations": "trainers: Megatron-LM, verl, Ray",

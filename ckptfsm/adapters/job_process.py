@@ -116,11 +116,12 @@ class JobProcess:
         self._close()
         return self._verdict(code)
 
-    def kill(self) -> None:
-        """Kill the process and all it started, and wait for its end."""
+    def kill(self) -> str:
+        """Kill the process and all it started, and wait for its end. Returns its last words."""
         if self.running:
             self._process.kill(None)
         self._close()
+        return self.last_words()
 
     def _close(self) -> None:
         if self._output >= 0:

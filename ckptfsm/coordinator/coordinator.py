@@ -98,7 +98,7 @@ from ckptfsm.disk.inspection import (
     read_commit,
     read_tracker,
 )
-from ckptfsm.disk.journal import History, newest_segment, read_again, read_history
+from ckptfsm.disk.journal import History, newest_segment, read_history
 from ckptfsm.disk.ownership import RootOwnership, is_owned_here, open_root
 from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
@@ -281,7 +281,7 @@ class Coordinator:
 
     def _recover(self, ownership: RootOwnership, before: History, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # a fenced manager could rename one over it
-        history = read_again(self._storage, before)
+        history = read_history(self._storage, before)
         self._refuse_other_layout(history)
         self._refuse_unfinishable(history.ledger)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)

@@ -41,7 +41,20 @@ _PLACEHOLDERS = ("path", "step")
 Key = tuple[AttemptId, str]
 
 
-class Job(BaseModel):
+class Task(BaseModel):
+    """What is done with each tracked checkpoint: how often it is tried, and for which. See ``Job``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: JobName
+    attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    backoff_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 30.0
+    timeout_s: Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)] = 3600.0
+    every: Annotated[int, Field(ge=1)] = 1
+    queue: Annotated[int, Field(ge=1, le=1000)] = 8
+
+
+class Job(Task):
     """A job that runs after a checkpoint is tracked, in a process beside the trainer.
 
     - ``name``: lower-case letters, digits, ``_`` and ``-``.
@@ -56,15 +69,7 @@ class Job(BaseModel):
     Raises ``ConfigError`` for bad values.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: JobName
     command: str | tuple[str, ...]
-    attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    backoff_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 30.0
-    timeout_s: Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)] = 3600.0
-    every: Annotated[int, Field(ge=1)] = 1
-    queue: Annotated[int, Field(ge=1, le=1000)] = 8
     environment: Mapping[str, str] = {}
 
     def __init__(self, **values: Any) -> None:
@@ -117,15 +122,18 @@ def key_of(record: JobRecord) -> Key:
 
 
 def settle(
-    jobs: Sequence[Job],
+    jobs: Sequence[Task],
     records: Iterable[JobRecord],
     checkpoints: Mapping[AttemptId, Checkpoint],
     busy: JobRecord | None = None,
     saved: Collection[AttemptId] = (),
+    *,
+    at_start: bool = True,
 ) -> Settled:
     """Compare the records with the checkpoints of the ledger. ``busy`` is left as it is.
 
-    ``saved``: attempts that were tracked at some time, and may be gone since.
+    ``saved``: attempts that were tracked at some time, and may be gone since. ``at_start``: the first
+    call of this run, where a new job begins with the newest. Later, nothing is passed over.
     """
     before = {key_of(each): each for each in records}
     untouched = None if busy is None else key_of(busy)
@@ -137,11 +145,11 @@ def settle(
         for key, record in before.items()
     }
     for job in jobs:
-        after |= {key_of(new): new for new in _new_ones(job, before, checkpoints, saved)}
+        after |= {key_of(new): new for new in _new_ones(job, before, checkpoints, saved, at_start)}
         after |= {key_of(late): late for late in _too_many(job, after.values(), untouched)}
     for name in {job for _, job in after}:
         of_job = [each for each in after.values() if each.job == name]
-        gone = [each for each in of_job if not _is_there(checkpoints.get(each.of))]
+        gone = [each for each in of_job if not is_there(checkpoints.get(each.of))]
         for record in _to_forget(gone, of_job):
             del after[key_of(record)]
     order = {job.name: number for number, job in enumerate(jobs)}
@@ -162,18 +170,18 @@ def turn(of: AttemptId) -> tuple[int, int]:
     return of.epoch, of.attempt
 
 
-def _fate(record: JobRecord, checkpoint: Checkpoint | None, job: Job | None) -> JobRecord:
+def _fate(record: JobRecord, checkpoint: Checkpoint | None, job: Task | None) -> JobRecord:
     """The record as it is to be, now that its checkpoint is in this state, or gone."""
     if record.state in _ENDED:
         return record
     if checkpoint is None:
         return missed(record, _PRUNED)
-    if not _is_there(checkpoint):
+    if not is_there(checkpoint):
         return missed(record, _WITHDRAWN)
     return record if job is not None else missed(record, _NOT_CONFIGURED)
 
 
-def _is_there(checkpoint: Checkpoint | None) -> bool:
+def is_there(checkpoint: Checkpoint | None) -> bool:
     """True if a checkpoint has its place; a prunable one may become tracked again."""
     return checkpoint is not None and checkpoint.state in (State.TRACKED, State.PRUNABLE)
 
@@ -184,10 +192,11 @@ def _is_tracked(record: JobRecord, checkpoints: Mapping[AttemptId, Checkpoint]) 
 
 
 def _new_ones(
-    job: Job,
+    job: Task,
     records: Mapping[Key, JobRecord],
     checkpoints: Mapping[AttemptId, Checkpoint],
     saved: Collection[AttemptId],
+    at_start: bool,
 ) -> list[JobRecord]:
     """Records for the checkpoints that were tracked after the job's last record.
 
@@ -195,19 +204,20 @@ def _new_ones(
     """
     tracked = {of for of, checkpoint in checkpoints.items() if checkpoint.state is State.TRACKED}
     last = max((turn(of) for of, name in records if name == job.name), default=None)
-    there = tracked if last is None else tracked.union(saved)
+    is_new = last is None and at_start
+    there = tracked if is_new else tracked.union(saved)
     due = sorted((of for of in there if of.step % job.every == 0), key=turn)
-    new = due[-1:] if last is None else [of for of in due if turn(of) > last]
+    new = due[-1:] if is_new else [of for of in due if last is None or turn(of) > last]
     return [_fate(_first_record(of, job), checkpoints.get(of), job) for of in new]
 
 
-def _first_record(of: AttemptId, job: Job) -> JobRecord:
+def _first_record(of: AttemptId, job: Task) -> JobRecord:
     return JobRecord(
         step=of.step, epoch=of.epoch, attempt=of.attempt, job=job.name, state=JobState.WAITING
     )
 
 
-def _too_many(job: Job, records: Iterable[JobRecord], busy: Key | None) -> list[JobRecord]:
+def _too_many(job: Task, records: Iterable[JobRecord], busy: Key | None) -> list[JobRecord]:
     """The oldest of those that wait, missed, if more wait than the queue takes."""
     waiting = sorted(
         (
@@ -232,7 +242,7 @@ def _to_forget(gone: Sequence[JobRecord], records: Sequence[JobRecord]) -> list[
     ]
 
 
-def begin_again(jobs: Sequence[Job], records: Iterable[JobRecord]) -> list[JobRecord]:
+def begin_again(jobs: Sequence[Task], records: Iterable[JobRecord]) -> list[JobRecord]:
     """The records that change when a new process begins: those that an earlier process left running.
 
     Such a job waits again, or has failed if that was its last attempt.
@@ -262,7 +272,7 @@ def given_back(record: JobRecord) -> JobRecord:
     return _with(record, JobState.WAITING, record.reason).model_copy(update={"begun": left})
 
 
-def after_attempt(record: JobRecord, job: Job, problem: str) -> JobRecord:
+def after_attempt(record: JobRecord, job: Task, problem: str) -> JobRecord:
     """The record after an attempt that ended with ``problem``, "" for success."""
     if not problem:
         return _with(record, JobState.DONE, "")
@@ -274,7 +284,7 @@ def missed(record: JobRecord, reason: str) -> JobRecord:
     return _with(record, JobState.MISSED, reason)
 
 
-def pause_s(job: Job, attempts: int) -> float:
+def pause_s(job: Task, attempts: int) -> float:
     """Seconds from a failed attempt to the next, after so many attempts."""
     longest = max(job.backoff_s, _LONGEST_PAUSE_S)
     return min(longest, job.backoff_s * 2.0 ** min(attempts - 1, 30))

@@ -1,22 +1,21 @@
 """The records of jobs on disk: a small document for each checkpoint and job in ``.ckptfsm/jobs``.
 
-Rules: the process that runs the jobs of a root's owner is the only writer. A record that cannot be
-read counts as absent, and is written anew: its job then runs again.
+The process of the jobs, ``follow.jobs``, is the only writer. A record that cannot be read counts as
+absent, and is written anew: its job then runs again.
 """
 
 from __future__ import annotations
 
 import json
 
-from ckptfsm.core.documents import MAX_SEGMENT_BYTES, JobRecord, decode, encode
+from ckptfsm.core.documents import MAX_SEGMENT_BYTES, JobRecord, decode
 from ckptfsm.core.errors import DamagedRoot, NewerSchema
-from ckptfsm.core.layout import JOBS, JOURNAL, job_name, parse_job, parse_segment
+from ckptfsm.core.layout import JOBS, JOURNAL, parse_job, parse_segment
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, make_dirs, put
+from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.journal import decode_line
-from ckptfsm.disk.trash import remove_marker
 
 _RECORD_BYTES = 1 << 16
 _TRACKED = b'"dest":"%s"' % State.TRACKED.value.encode()
@@ -38,37 +37,17 @@ def read_records(storage: Storage) -> list[JobRecord]:
     return found
 
 
-def begin_records(storage: Storage) -> None:
-    """Make the directory, and remove temporary files of dead writers."""
-    make_dirs(storage, JOBS)
-    for name in list_names(storage, JOBS):
-        if TEMPORARY in name:
-            remove_marker(storage, f"{JOBS}/{name}")
-
-
-def put_record(storage: Storage, record: JobRecord, tag: str) -> None:
-    """Make a record durable; ``tag`` names the temporary file."""
-    put(storage, job_name(record.of, record.job), encode(record), tag=tag)
-
-
-def remove_record(storage: Storage, record: JobRecord) -> None:
-    remove_marker(storage, job_name(record.of, record.job))
-
-
 def saved_since(storage: Storage, epoch: int) -> set[AttemptId]:
     """The attempts that the journal acknowledged from ``epoch`` on, also those that are gone since.
 
     Reads only these lines, and judges nothing.
     """
-    found = set()
-    for name in list_names(storage, JOURNAL):
-        number = parse_segment(name)
-        if number is None or number < epoch:
-            continue
-        for line in storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES).split(b"\n"):
-            if _TRACKED not in line or (body := decode_line(line)) is None:
-                continue
-            record = json.loads(body)
-            if (record.get("type"), record.get("source")) == ("transition", "finalized"):
-                found.add(AttemptId(record["step"], record["epoch"], record["attempt"]))
-    return found
+    names = [name for name in list_names(storage, JOURNAL) if (parse_segment(name) or 0) >= epoch]
+    segments = (storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES) for name in names)
+    lines = (line for data in segments for line in data.split(b"\n") if _TRACKED in line)
+    records = (json.loads(body) for line in lines if (body := decode_line(line)) is not None)
+    return {
+        AttemptId(record["step"], record["epoch"], record["attempt"])
+        for record in records
+        if (record.get("type"), record.get("source")) == ("transition", "finalized")
+    }

@@ -191,14 +191,22 @@ def read_segment(storage: Storage, epoch: int) -> Segment:
     return parse_segment_bytes(epoch, storage.read(file, MAX_SEGMENT_BYTES), file)
 
 
-def read_history(storage: Storage) -> History:
+def read_history(storage: Storage, known: History | None = None) -> History:
     """Rebuild the ledger: the newest segment that began, its snapshot, then its transitions.
+
+    ``known``: what an earlier call returned. It is returned again if the journal has not changed.
 
     Raises ``JournalCorrupt`` if a record is damaged before the end, a seal does not match, or a
     transition is not a row of the table. Only a tracked checkpoint may have got metrics. A sealed
-    segment may be gone: a purge by age takes the oldest first, and the snapshot has all it told. An
-    owner may also have folded it just now.
+    segment may be gone: a purge by age takes the oldest first, and the snapshot has all it told.
     """
+    try:
+        return known if known is not None and _is_current(storage, known) else _read(storage)
+    except (JournalCorrupt, FileNotFoundError):  # perhaps its owner wrote or folded it just now
+        return _read(storage)
+
+
+def _read(storage: Storage) -> History:
     epochs = _segment_epochs(storage)
     newest: Segment | None = None
     for epoch in reversed(epochs):
@@ -218,19 +226,17 @@ def read_history(storage: Storage) -> History:
     return replace(_replay(newest, opened, seals, max(epochs), file), missing=missing)
 
 
-def read_again(storage: Storage, known: History) -> History:
-    """The history as it is now: ``known`` if the journal has not changed since that was read."""
+def _is_current(storage: Storage, known: History) -> bool:
+    """True if the journal has not changed since ``known`` was read. Parses nothing."""
     epochs = _segment_epochs(storage)
     if not known.seals or not epochs or epochs[-1] != known.seals[-1].epoch:
-        return read_history(storage)
+        return False
     *older, newest = known.seals
-    data = storage.read(f"{JOURNAL}/{segment_name(newest.epoch)}", MAX_SEGMENT_BYTES)
+    data = storage.read(_file_of(newest), MAX_SEGMENT_BYTES)
+    if len(data) < newest.bytes or data[newest.bytes :].strip(b"\n"):
+        return False
     same = zlib.crc32(data[: newest.bytes]) == newest.crc32
-    if len(data) < newest.bytes or not same or data[newest.bytes :].strip(b"\n"):
-        return read_history(storage)
-    if _check_seals(storage, older) != older:
-        return read_history(storage)
-    return known
+    return same and _check_seals(storage, older) == older
 
 
 def _check_seals(storage: Storage, seals: Sequence[Seal]) -> list[Seal]:

@@ -98,7 +98,7 @@ def look(storage: Storage) -> Overview:
 def _missing(storage: Storage, history: History, published: frozenset[int]) -> frozenset[int]:
     """The tracked steps that are not at their name, also by the journal as it is after that look."""
     missing = _tracked(history) - published
-    return missing & _tracked(read_history(storage)) if missing else missing
+    return missing & _tracked(read_history(storage, history)) if missing else missing
 
 
 def _tracked(history: History) -> frozenset[int]:

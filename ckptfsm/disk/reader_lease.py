@@ -48,7 +48,8 @@ class ReaderLease:
     quarantine, where nothing is deleted, and the next ``renew`` raises.
 
     ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read.
-    ``attempt`` names the attempt at the step, if the lease comes from ``checkpoints``, else it is "".
+    ``attempt``: the lease is on this attempt at the step, and on no other; "" takes any. One that comes
+    from ``checkpoints`` names its attempt here.
     ``nonce`` names the lease and is used once; by default it is made of the pid and a random
     number.
 
@@ -70,6 +71,7 @@ class ReaderLease:
         *,
         layout: LayoutName = "megatron",
         storage: Storage | None = None,
+        attempt: str = "",
         nonce: str | None = None,
         visibility_timeout_s: float = VISIBILITY_S,
         clock: Clock | None = None,
@@ -80,7 +82,7 @@ class ReaderLease:
         except PermissionError as error:
             raise storage_error(error, "lease", os.fspath(root)) from error
         self._step = step
-        self.attempt = ""
+        self.attempt = attempt
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
@@ -126,9 +128,10 @@ class ReaderLease:
         return dict(known[-1].metrics) if known else {}
 
     def _known(self) -> list[Checkpoint]:
-        """The checkpoints of the step that the journal has in use, oldest first."""
+        """The checkpoints of the step, or the attempt, that the journal has in use, oldest first."""
         found = read_history(self._storage).ledger.in_state(*_READ)
-        return [c for c in found if c.step == self._step]
+        ours = [c for c in found if c.step == self._step]
+        return [c for c in ours if self.attempt in ("", str(c.id))]
 
     def _is_there(self) -> bool:
         found = lookup(self._storage, self._name)
@@ -161,6 +164,9 @@ class ReaderLease:
             elif there == earlier:  # else the step was saved again between the two looks
                 why = why_not_whole(known[-1], there)
                 raise DamagedRoot(f"step {self._step}: {why}", step=self._step, file=self.path)
+        # A prune that began may have looked for leases before this one was there.
+        if self.attempt and not any(c.state is not State.PRUNABLE for c in known):
+            raise self._gone()
 
     def _look(self) -> PublishedEvidence:
         return inspect_published(self._storage, self._layout, self._step, files=False)

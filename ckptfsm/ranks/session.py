@@ -43,7 +43,7 @@ from ckptfsm.core.ports import Identity, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import RecoveryReport
-from ckptfsm.jobs.beside import JobsBeside
+from ckptfsm.follow.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import (
     Answer,

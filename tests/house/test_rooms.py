@@ -27,7 +27,7 @@ ROOMS = (
     "disk",
     "writers",
     "coordinator",
-    "jobs",
+    "follow",
     "ranks",
     "megatron",
     "integrations",
@@ -37,11 +37,11 @@ ROOMS = (
     "cli",
 )
 APART = {  # rooms that are earlier in the list, and yet not to be imported
-    "jobs": {"writers", "coordinator"},
-    "views": {"adapters", "writers", "coordinator", "jobs", "ranks", "megatron", "integrations"},
+    "follow": {"writers", "coordinator"},
+    "views": {"adapters", "writers", "coordinator", "follow", "ranks", "megatron", "integrations"},
     "testing": {"megatron", "integrations", "views"},
     "demo": {"integrations"},
-    "cli": {"writers", "jobs", "ranks", "megatron", "integrations", "testing"},
+    "cli": {"writers", "follow", "ranks", "megatron", "integrations", "testing"},
 }
 # The modules of the standard library that the core may use; config.py reads a TOML file besides.
 HARMLESS = {

@@ -1781,10 +1781,10 @@ JOURNAL = (
     ),
     mutant(
         "seals-are-not-checked",
-        "disk.journal:read_history",
+        "disk.journal:_read",
         "_check_seals(storage, opened.seals)",
         "list(opened.seals)",
-        ("disk.journal:read_again", "_check_seals(storage, older)", "older"),
+        ("disk.journal:_is_current", "_check_seals(storage, older)", "older"),
         breaks="F20",
         source="F20",
         killers=("corruption",),

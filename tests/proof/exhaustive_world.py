@@ -319,12 +319,7 @@ def production() -> Iterator[None]:
         (
             coordinator_module,
             "read_history",
-            lambda storage: storage.journal.value.history(storage.lease.epoch - 1),
-        ),
-        (
-            coordinator_module,
-            "read_again",
-            lambda storage, known: storage.journal.value.history(storage.lease.epoch - 1),
+            lambda storage, known=None: storage.journal.value.history(storage.lease.epoch - 1),
         ),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]

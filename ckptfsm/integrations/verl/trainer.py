@@ -143,10 +143,9 @@ class Checkpoints:
             "layout": VERL.name,
         }
         root = root_of(trainer)
-        self._set_mirror(root)
+        mirror = self._mirror_after(root)
         sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
-        uploads = [self._uploads.hook] if self._uploads is not None else []
-        hooks = [self._note, *uploads, *options.hooks]
+        hooks = [self._note, *options.hooks]
         try:
             controller = self._make_controller(root, sizes, hooks=hooks, **settings)
         except DamagedRoot as error:
@@ -155,8 +154,9 @@ class Checkpoints:
         try:
             workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
             self._groups.attach(root, workers, controller.config.effect_timeout_s)
-            if self._uploads is not None:
-                self._uploads.begin(controller)
+            if mirror is not None:
+                self._uploads = Uploads(root, mirror, controller)
+                self._uploads.begin()
         except BaseException:  # a Ctrl-C too: the root must be given back
             controller.abandon()
             raise
@@ -175,13 +175,16 @@ class Checkpoints:
     def _is_async(self) -> bool:
         return is_async(self._trainer.config)
 
-    def _set_mirror(self, root: str) -> None:
-        """Set the given mirror, or the mirror of verl's configuration."""
+    def _mirror_after(self, root: str) -> Mirror | None:
+        """The mirror, given or of verl's configuration, for copies of what is tracked.
+
+        One for copies before that becomes a group of its own.
+        """
         place = self._options.mirror or mirror_of(self._trainer.config.trainer.default_hdfs_dir)
         if place is not None and self._options.mirror_when == "before":
             self._uploader = UploadWorker(root, place)
-        elif place is not None:
-            self._uploads = Uploads(root, place)
+            return None
+        return place
 
     def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
         assert self._groups is not None
@@ -270,7 +273,7 @@ class Checkpoints:
         else:
             controller.poll()
         if self._uploads is not None:
-            self._uploads.poll(controller)
+            self._uploads.poll()
         self._tell()
 
     def _note(self, record: TransitionRecord) -> None:
@@ -363,7 +366,7 @@ class Checkpoints:
         try:
             self.finish()
             if self._uploads is not None:
-                self._uploads.wait(self._controller)
+                self._uploads.wait()
             self._controller.close()
             if self._uploader is not None:
                 self._uploader.close()

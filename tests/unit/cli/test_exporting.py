@@ -17,7 +17,7 @@ from ckptfsm.core import metrics as names
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.job_records import begin_records, put_record
+from ckptfsm.follow.jobs import JobRecords
 from ckptfsm.testing.harness import FakeJob
 
 
@@ -158,10 +158,11 @@ def test_a_failed_output_leaves_nothing(tmp_path, capsys):
 def test_jobs_are_counted_by_state(tmp_path, capsys):
     """Catches: uploads that fail for weeks, and no alert."""
     storage = PosixStorage(str(real_root(tmp_path, 10, 20)))
-    begin_records(storage)
+    records_of_jobs = JobRecords(storage)
+    records_of_jobs.begin()
     for step, name, state in ((10, "a", "FAILED"), (10, "b", "DONE"), (20, "a", "FAILED")):
         record = JobRecord(step=step, epoch=1, attempt=1, job=name, state=JobState[state])
-        put_record(storage, record, "test")
+        records_of_jobs.put(record)
     storage.close_root()
     text = said(capsys, "export", "--prometheus", "-r", tmp_path)
     (jobs,) = [f for f in text_string_to_metric_families(text) if f.name == "ckptfsm_jobs"]

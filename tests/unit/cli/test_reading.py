@@ -29,7 +29,7 @@ from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import EveryNSteps, LatestN
-from ckptfsm.disk.job_records import begin_records, put_record
+from ckptfsm.follow.jobs import JobRecords
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob
@@ -177,7 +177,8 @@ def test_tree_names_the_meaning_of_requests(tmp_path, capsys):
 
 def with_jobs(root: Path, *records: tuple[AttemptId, str, JobState, int, str]) -> None:
     storage = PosixStorage(root)
-    begin_records(storage)
+    records_of_jobs = JobRecords(storage)
+    records_of_jobs.begin()
     for of, job, state, begun, reason in records:
         record = JobRecord(
             step=of.step,
@@ -189,7 +190,7 @@ def with_jobs(root: Path, *records: tuple[AttemptId, str, JobState, int, str]) -
             reason=reason,
             at="2026-11-26T06:00:00.000+00:00",
         )
-        put_record(storage, record, "test")
+        records_of_jobs.put(record)
     storage.close_root()
 
 

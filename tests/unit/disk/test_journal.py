@@ -39,7 +39,6 @@ from ckptfsm.disk.journal import (
     encode_line,
     newest_segment,
     parse_segment_bytes,
-    read_again,
     read_history,
     read_segments,
 )
@@ -466,7 +465,7 @@ def test_F20_a_sealed_segment_that_is_gone_is_named_and_not_missed():
     found = read_history(storage)
     assert (found.ledger, found.known, found.intent) == (whole.ledger, whole.known, whole.intent)
     assert found.missing == (ONE,) and [seal.epoch for seal in found.seals] == [2]
-    assert read_again(storage, whole) == read_again(storage, found) == found
+    assert read_history(storage, whole) == read_history(storage, found) == found
 
 
 def test_a_journal_that_did_not_change_is_not_parsed_again(monkeypatch):
@@ -474,13 +473,32 @@ def test_a_journal_that_did_not_change_is_not_parsed_again(monkeypatch):
     storage, _ = sealed()
     known = read_history(storage)
     monkeypatch.setattr(journal, "read_segment", None)
-    assert read_again(storage, known) is known
+    assert read_history(storage, known) is known
+
+
+@pytest.mark.parametrize("how", ["folded", "two moments"])
+def test_a_journal_that_moves_while_it_is_read_is_read_again(how):
+    """Catches: an evaluator that ends, or a list that says "damaged", as the owner wrote just then."""
+    storage, real = plant(lines(opened(), *life(3))), SimStorage.read
+    moments = [how]
+
+    def read(path: str, limit: int) -> bytes:
+        data = real(storage, path, limit)
+        if moments and moments.pop():
+            if how == "folded":
+                raise FileNotFoundError(path)
+            return data[:20] + b"#" + data[21:]  # the page of the first record is an older one
+        return data
+
+    storage.read = read
+    assert read_history(storage).ledger.in_flight().state is LIFE[2][2]
+    assert moments == []
 
 
 @pytest.mark.parametrize(
     "change", ["a record more", "a torn tail", "an epoch more", "another text"]
 )
-def test_a_journal_that_changed_is_read_again(change):
+def test_a_journal_that_changed_is_read_history(change):
     """Catches: a record that another process wrote until the lock was taken, and that is lost."""
     storage, _ = sealed()
     known = read_history(storage)
@@ -494,7 +512,7 @@ def test_a_journal_that_changed_is_read_again(change):
         more = lines(move(S.ABSENT, "save_requested", S.REQUESTED, 500))
         cut = len(more) if change == "a record more" else 20
         storage.disk.overwrite(two, data + more[:cut])
-    found = read_again(storage, known)
+    found = read_history(storage, known)
     assert found is not known and found == read_history(storage)
     assert (found != known) == (change != "a torn tail")
 
@@ -504,7 +522,7 @@ def test_F20_a_sealed_segment_that_changes_until_the_lock_is_taken_is_corruption
     known = read_history(storage)
     storage.disk.overwrite(ONE, bytes(len(storage.read(ONE, 1 << 20))))
     with pytest.raises(JournalCorrupt, match="sealed segment"):
-        read_again(storage, known)
+        read_history(storage, known)
 
 
 def test_F2_a_segment_that_was_created_but_not_begun_is_passed_over():

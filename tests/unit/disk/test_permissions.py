@@ -24,7 +24,7 @@ from ckptfsm.disk import ownership
 from ckptfsm.disk.overview import owner_of
 from ckptfsm.disk.ownership import open_root
 from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.disk.watching import checkpoints, wait_for_new_checkpoint
+from ckptfsm.follow.evaluators import checkpoints, wait_for_new_checkpoint
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 WAIT_S = 60.0

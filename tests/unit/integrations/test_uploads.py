@@ -1,13 +1,16 @@
-"""Uploads of tracked checkpoints: the pins that keep a step meanwhile, and the effects of an error."""
+"""Uploads of tracked checkpoints: the leases that keep a step meanwhile, and the effects of an error.
+
+Most tests turn the runner themselves. The others begin its thread.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -17,19 +20,26 @@ from groups import SETTINGS
 from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.coordinator.coordinator import Coordinator
-from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
+from ckptfsm.core.errors import (
+    DeadlineExceeded,
+    Fenced,
+    SaveFailed,
+    SaveFailedWarning,
+    StorageError,
+)
+from ckptfsm.core.jobs import Task
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN
-from ckptfsm.integrations.verl import mirror
+from ckptfsm.integrations.verl import mirror, uploads
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.testing.fakes import FifoGate, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FilesDriver
+
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +77,46 @@ class Job:
     def __init__(self, place: Path, remote: DirectoryMirror | None = None, **settings: Any) -> None:
         self.root, self.there = place / "root", place / "there"
         self.there.mkdir(exist_ok=True)
-        self.uploads = Uploads(str(self.root), remote or DirectoryMirror(str(self.there)))
-        self.storage: list[FaultStorage] = []
         self.controller = Controller(
             self.root,
             {},
             nobody,
             ports=fake_ports(self.open_storage, driver=FilesDriver()),
-            hooks=[self.uploads.hook],
             **{**SETTINGS, "layout": "verl", "retention": LatestN(1), **settings},
         )
+        remote = remote or DirectoryMirror(str(self.there))
+        self.uploads = Uploads(str(self.root), remote, self.controller)
+        self.disk = self.uploads.runner._storage = FaultStorage(self.uploads._storage)
 
-    def open_storage(self, create: bool) -> FaultStorage:
-        self.storage.append(FaultStorage(PosixStorage(str(self.root), create=create)))
-        return self.storage[-1]
+    def open_storage(self, create: bool) -> PosixStorage:
+        return PosixStorage(str(self.root), create=create)
 
-    def save(self, step: int) -> None:
-        self.controller.begin(step, {"data.pt": b"at %d" % step}).handle.wait()
+    def save(self, step: int, data: bytes = b"") -> None:
+        self.controller.begin(step, {"data.pt": data or b"at %d" % step}).handle.wait()
 
-    def poll(self) -> None:
-        self.uploads.poll(self.controller)
+    def turn(self) -> None:
+        self.uploads.runner.turn()
+
+    def ended(self) -> None:
+        """The child that runs has ended, and that was noticed."""
+        assert self.uploads.work.child is not None
+        assert self.uploads.work.child.wait(WAIT_S) is not None
+        self.turn()
+
+    def finish(self) -> None:
+        """Turn until nothing runs or waits."""
+        self.turn()
+        for _ in range(100):
+            if self.uploads.runner.idle:
+                return
+            if self.uploads.work.child is not None:
+                self.uploads.work.child.wait(WAIT_S)
+            self.turn()
+        raise AssertionError(self.uploads.told)
 
     def wait(self) -> None:
-        self.uploads.wait(self.controller)
+        self.uploads.begin()
+        self.uploads.wait()
 
     def uploaded(self) -> list[str]:
         return sorted(path.name for path in self.there.iterdir())
@@ -102,15 +129,24 @@ def nobody(doomed: Any) -> list[Any]:
     return []
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "_LOOK_S", 0.0)
+    task = Task(name="mirror", attempts=2, backoff_s=0.0, timeout_s=1e8, queue=1000)
+    monkeypatch.setattr(uploads, "_TASK", task)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts jobs, one after the other."""
+    """Starts jobs, one after the other. Each has looked at the root once."""
     jobs: list[Job] = []
 
     def begun(remote: DirectoryMirror | None = None, **settings: Any) -> Job:
         for job in jobs:
+            job.uploads.abandon()
             job.controller.close()
         jobs.append(Job(tmp_path, remote, **settings))
+        jobs[-1].turn()
         return jobs[-1]
 
     yield begun
@@ -120,39 +156,33 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def test_I7_a_persons_pin_outlives_an_upload(start):
-    """Catches: an upload with a pin that takes the place of a person's, and with an end that
-    removes it."""
+    """Catches: an upload with an end that removes what a person keeps."""
     job = start()
     job.save(1)
     job.controller.pin(1, "the best so far")
-    job.wait()
+    job.finish()
     job.save(2)
-    job.wait()
+    job.finish()
     assert job.controller.all_steps() == [1, 2]
     assert job.uploaded() == ["global_step_1", "global_step_2"]
 
 
 def test_I7_a_step_is_kept_while_it_is_uploaded_and_not_longer(start, tmp_path):
-    """Catches: a copy of half a step; a step that is kept for ever because it was uploaded once."""
+    """Catches: a copy of half a step; a step that waits and is pruned, or is kept for ever."""
     gate = FifoGate(tmp_path / "gate")
     job = start(Held(str(tmp_path / "there"), gate))
     job.save(1)
-    job.poll()
+    job.turn()
     job.save(2)
-    assert job.controller.all_steps() == [1, 2] and len(job.leases()) == 1
-    gate.open()
-    ended(job)
-    assert job.uploaded() == ["global_step_1"]
+    job.turn()
     job.save(3)
-    assert job.controller.all_steps() == [2, 3], "step 2 waits for its upload"
-    assert [name.partition(".")[0] for name in job.leases()] == ["2"]
-
-
-def ended(job: Job) -> None:
-    """The child that runs has ended, and that was noticed."""
-    assert job.uploads.running is not None
-    assert job.uploads.running[1].wait(20.0) is not None
-    job.poll()
+    assert job.controller.all_steps() == [1, 2, 3] and len(job.leases()) == 2
+    gate.open()
+    job.ended()
+    assert job.uploaded() == ["global_step_1"]
+    job.save(4)
+    assert job.controller.all_steps() == [2, 3, 4], "those that wait for their upload"
+    assert sorted(name.partition(".")[0] for name in job.leases()) == ["2", "3"]
 
 
 def test_an_adopted_step_has_no_receipts_to_upload_by(start):
@@ -161,13 +191,12 @@ def test_an_adopted_step_has_no_receipts_to_upload_by(start):
     adopt_step_5(job)
     for _ in range(2):
         job = start()
-        job.uploads.begin(job.controller)
+        job.finish()
         with pytest.warns(UserWarning, match="step 5 is not uploaded: .* adopted") as said:
-            job.poll()
-        job.wait()
+            job.uploads.poll()
         assert len(said) == 1 and job.leases() == [], "said once, and let go"
     job.save(6)
-    job.wait()
+    job.finish()
     assert job.controller.all_steps() == [5, 6], "still pinned"
     assert job.uploaded() == ["global_step_6"]
 
@@ -191,14 +220,15 @@ def test_a_step_that_is_gone_or_damaged_is_not_uploaded(start):
     """Catches: a damaged step in the remote place; one that stops the uploads of all others."""
     job = start()
     job.save(1)
-    job.save(2)  # and step 1 is pruned before anything polled
+    job.save(2)  # and step 1 is pruned before anything looked
     (job.root / "global_step_2/.ckptfsm/manifest.json").write_text("{}")
+    job.finish()
     with pytest.warns(UserWarning) as said:
-        job.poll()
+        job.uploads.poll()
     words = [str(warning.message) for warning in said]
     assert [word[:24] for word in words] == [f"step {n} is not uploaded: " for n in (1, 2)]
     job.save(3)
-    job.wait()
+    job.finish()
     assert job.uploaded() == ["global_step_3"] and job.leases() == []
 
 
@@ -215,91 +245,49 @@ class Once:
         return None if self.real is None else self.real(*arguments, **keywords)
 
 
-def strike_step_1(job: Job, monkeypatch: pytest.MonkeyPatch, what: str) -> Once:
-    """Let the lease for the upload of step 1, or the fork of its child, fail once."""
-    if what == "lease":
-        job.storage[0].before = fault = Once("/readers/1.")
-    else:
-        fault = Once("step=1", mirror.fork_child)
-        monkeypatch.setattr(mirror, "fork_child", fault)
-    return fault
-
-
-class Hung:
-    """A question that runs into its deadline each time."""
-
-    asked = 0
-
-    def __call__(self, *arguments: Any) -> None:
-        self.asked += 1
-        raise DeadlineExceeded("the disk does not answer")
-
-
-def refuse_slowly(upload: Upload) -> None:
-    """A fork that fails, and takes longer than an end of 10 ms."""
-    begun = time.monotonic()
-    while time.monotonic() < begun + 0.02:
-        os.sched_yield()
-    raise OSError(errno.EAGAIN, "no process to be had")
-
-
-@pytest.mark.parametrize("what", ["lease", "fork"])
+@pytest.mark.parametrize("what", ["lease", "fork", "copy"])
 def test_an_error_of_a_moment_costs_no_upload(start, monkeypatch, what):
-    """Catches: a step that is forgotten until the next start, because one call failed once."""
-    job = start()
-    job.save(1)
-    fault = strike_step_1(job, monkeypatch, what)
-    with pytest.raises(OSError, match="EAGAIN|made-up"):
-        job.poll()
-    job.wait()
-    assert fault.failed and job.uploaded() == ["global_step_1"] and job.leases() == []
-
-
-@pytest.mark.parametrize("what", ["lease", "fork"])
-def test_an_error_of_a_moment_is_warned_of_where_failures_are(start, monkeypatch, what):
-    """Catches: a training that a full disk ends, though it was told to go on after failed saves."""
-    job = start(on_failure="warn")
-    job.save(1)
-    strike_step_1(job, monkeypatch, what)
-    with pytest.warns(SaveFailedWarning, match="made-up|EAGAIN"):
-        job.poll()
-    job.wait()
-    assert job.uploaded() == ["global_step_1"] and job.leases() == []
-
-
-def test_uploads_go_on_behind_those_that_fail_at_the_end(start, tmp_path):
-    """Catches: the copy of the last step, lost because an older one's failed; leases that stay."""
-    job = start(Failing(str(tmp_path / "there"), (1, 3)), retention=KeepAll())
-    for step in (1, 2, 3, 4):
-        job.save(step)
-    with pytest.raises(SaveFailed, match="step 1 failed: .*for a moment.*no copy of steps 1, 3"):
-        job.wait()
-    assert job.uploaded() == ["global_step_2", "global_step_4"] and job.leases() == []
-    job.wait()  # nothing is left to do
-
-
-@pytest.mark.parametrize("what", ["lease", "fork"])
-def test_an_upload_that_cannot_begin_costs_no_other(start, monkeypatch, what):
-    """Catches: the copy of the last step, lost because the lease or the fork of an older one
-    failed. Leases that stay; an end that tries for ever."""
+    """Catches: a step that is forgotten until the next start, because one call failed once. Also: one
+    that all others wait for."""
     job = start(retention=KeepAll())
     job.save(1)
     job.save(2)
-    strike_step_1(job, monkeypatch, what)
-    with pytest.raises(SaveFailed, match="the upload of step 1 .*(made-up|EAGAIN)"):
-        job.wait()
-    assert job.uploaded() == ["global_step_2"] and job.leases() == []
+    fault = Once("/readers/1.") if what == "lease" else Once("step=1", mirror.fork_child)
+    if what == "lease":
+        job.disk.before = fault
+    elif what == "fork":
+        monkeypatch.setattr(mirror, "fork_child", fault)
+    else:
+        job.uploads.work.mirror = Failing(str(job.there), (1,))
+        job.turn()
+        job.uploads.work.mirror = DirectoryMirror(str(job.there))
+    job.finish()
+    assert fault.failed == (what != "copy")
+    assert job.uploaded() == ["global_step_1", "global_step_2"] and job.leases() == []
+    if what == "lease":
+        with pytest.warns(SaveFailedWarning, match="uploads wait: .*made-up"):
+            job.uploads.poll()
+    job.uploads.poll()
 
 
-def test_failed_uploads_at_the_end_are_one_warning_where_failures_are(start, tmp_path):
-    """Catches: an end that raises in a run that was told to go on."""
-    job = start(Failing(str(tmp_path / "there"), (1, 2)), retention=KeepAll(), on_failure="warn")
-    job.save(1)
-    job.save(2)
-    with pytest.warns(SaveFailedWarning, match="no copy of steps 1, 2") as said:
-        job.wait()
-    ours = [each for each in said if each.category is SaveFailedWarning]  # 3.12 warns of forks
-    assert len(ours) == 1 and job.uploaded() == [] and job.leases() == []
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_uploads_go_on_behind_those_that_fail_at_the_end(start, tmp_path, on_failure):
+    """Catches: the copy of the last step, lost because an older one's failed; leases that stay. An end
+    that raises in a run that was told to go on."""
+    remote = Failing(str(tmp_path / "there"), (1, 3))
+    job = start(remote, retention=KeepAll(), on_failure=on_failure)
+    for step in (1, 2, 3, 4):
+        job.save(step)
+    match = "step 1 failed: .*for a moment.*no copy of steps 1, 3"
+    if on_failure == "raise":
+        with pytest.raises(SaveFailed, match=match):
+            job.wait()
+    else:
+        with pytest.warns(SaveFailedWarning, match=match) as said:
+            job.wait()
+        ours = [each for each in said if each.category is SaveFailedWarning]  # 3.12 warns of forks
+        assert len(ours) == 1
+    assert job.uploaded() == ["global_step_2", "global_step_4"] and job.leases() == []
 
 
 def test_an_end_that_came_too_early_names_the_steps_without_a_copy(start, tmp_path):
@@ -308,9 +296,53 @@ def test_an_end_that_came_too_early_names_the_steps_without_a_copy(start, tmp_pa
     job = start(held, retention=KeepAll(), close_timeout_s=0.3)
     job.save(1)
     job.save(2)
+    job.turn()
     with pytest.raises(DeadlineExceeded, match="did not finish in time: no copy of steps 1, 2"):
         job.wait()
-    assert job.leases() == [] and job.uploads.running is None
+    assert job.leases() == [] and job.uploads.work.child.poll() is not None
+
+
+def test_I7_a_lease_that_cannot_be_renewed_costs_no_other(start, tmp_path):
+    """Catches: steps that wait, and are pruned, as the disk refused the lease of another one."""
+    job = start(Held(str(tmp_path / "there"), FifoGate(tmp_path / "gate")), retention=KeepAll())
+    for step in (1, 2, 3):
+        job.save(step)
+    job.turn()
+    readers = job.root / ".ckptfsm/readers"
+    before = {path: path.read_bytes() for path in readers.iterdir()}
+    job.disk.before = Once("/readers/1.")
+    job.uploads.runner._renew_at = 0.0
+    job.turn()
+    renewed = [path for path, data in before.items() if path.read_bytes() != data]
+    assert sorted(path.name.partition(".")[0] for path in renewed) == ["2", "3"]
+
+
+def test_an_owner_that_was_fenced_is_not_told_that_all_is_uploaded(start, monkeypatch):
+    """Catches: an end without a word, where the thread of the uploads had ended long before."""
+    job = start()
+
+    def fenced() -> None:
+        raise Fenced("another owner has the root")
+
+    monkeypatch.setattr(job.uploads.runner, "_check_epoch", fenced)
+    said = pytest.warns(SaveFailedWarning, match="uploads wait: .*another owner")
+    with said, pytest.raises(DeadlineExceeded, match="did not finish in time"):
+        job.wait()
+
+
+def test_an_end_waits_for_a_hung_disk_no_longer_than_its_time(start, monkeypatch):
+    """Catches: a trainer that never ends, as its root does not answer."""
+    monkeypatch.setattr(uploads, "_END_S", 0.01)
+    job = start(close_timeout_s=0.01)
+    answers = threading.Event()
+    job.save(1)
+    job.disk.before = lambda *call: answers.wait(WAIT_S)
+    with pytest.raises(DeadlineExceeded, match="did not finish in time"):
+        job.wait()
+    job.uploads.abandon()
+    answers.set()
+    job.uploads._thread.join(WAIT_S)
+    assert not job.uploads._thread.is_alive()
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "warn"])
@@ -319,16 +351,15 @@ def test_a_remote_place_that_is_away_at_the_start_is_a_failed_upload(start, tmp_
     start().save(1)
     there = str(tmp_path / "there")
     job = start(Failing(there, away=True), on_failure=on_failure)
-    job.uploads.begin(job.controller)
-    job.poll()
+    job.uploads.poll()
+    job.finish()
     match = "the upload of step 1 failed: .*is away"
     said = pytest.warns(SaveFailedWarning, match=match)
     with said if on_failure == "warn" else pytest.raises(SaveFailed, match=match):
-        ended(job)
+        job.uploads.poll()
     assert job.controller.all_steps() == [1] and job.leases() == []
     job = start()
-    job.uploads.begin(job.controller)
-    job.wait()
+    job.finish()
     assert job.uploaded() == ["global_step_1"]
 
 
@@ -336,31 +367,34 @@ def test_a_copy_that_is_there_at_the_start_is_not_made_again(start, tmp_path):
     """Catches: an upload of the latest step at every start."""
     job = start()
     job.save(1)
-    job.wait()
+    job.finish()
     job = start(Failing(str(tmp_path / "there"), (1,)))
-    job.uploads.begin(job.controller)
-    job.wait()
+    job.finish()
+    job.uploads.poll()
     assert job.uploaded() == ["global_step_1"] and job.leases() == []
 
 
 def test_a_failed_upload_is_raised_and_the_step_let_go(start, tmp_path):
-    """Catches: an upload's error that is never told; a step that is kept for ever."""
+    """Catches: an upload's error that is never told, as another one's was; a step kept for ever."""
     job = start(DirectoryMirror(str(tmp_path / "nowhere")))
     (tmp_path / "nowhere").write_text("a file")
-    job.save(1)
-    with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
-        job.wait()
-    job.save(2)
+    for step in (1, 2):
+        job.save(step)
+        job.finish()
+    for step in (1, 2):
+        with pytest.raises(SaveFailed, match=f"the upload of step {step} failed"):
+            job.uploads.poll()
+    job.uploads.poll()
     assert job.controller.all_steps() == [2] and job.leases() == []
 
 
-def test_no_upload_waits_for_the_content_of_a_checkpoint(start, monkeypatch):
+def test_no_upload_reads_a_checkpoint_in_the_trainer(start, monkeypatch):
     """Catches: a training step as long as a checkpoint takes to read."""
     job = start()
     job.save(1)
     elsewhere = partialmethod(digest_elsewhere, os.getpid(), PosixStorage.digest)
     monkeypatch.setattr(PosixStorage, "digest", elsewhere)
-    job.wait()
+    job.finish()
     assert job.uploaded() == ["global_step_1"]
 
 
@@ -370,18 +404,6 @@ def digest_elsewhere(
     """The work that the trainer leaves to the process that uploads."""
     assert os.getpid() != trainer, "it reads every file"
     return real(storage, path)
-
-
-def test_a_run_that_is_left_lets_its_leases_expire(start):
-    """Catches: a lease that is given back to a controller that is closed, where its error is not
-    caught."""
-    job = start()
-    job.save(1)
-    job.poll()
-    job.uploads.abandon()
-    job.controller.abandon()
-    job.uploads.waiting.clear()  # an error here would be one of pytest's unraisable ones
-    assert len(job.leases()) == 1
 
 
 class SyncedFirst:
@@ -421,17 +443,16 @@ def test_a_copy_is_fsynced_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_the_copy_of_an_abandoned_branch_does_not_count(start):
     """Catches: after a rollback, a remote step with the content of the abandoned branch."""
-    job = start()
+    job = start(retention=KeepAll())
     for step in (1, 2):
-        job.controller.begin(step, {"data.pt": b"old %d" % step}).handle.wait()
-        job.controller.pin(step, "kept")
-        job.wait()
+        job.save(step, b"old")
+        job.finish()
     job.controller.rollback(1)
-    job.controller.begin(2, {"data.pt": b"new"}).handle.wait()
+    job.save(2, b"new")
+    job.uploads.abandon()
     job.controller.abandon()  # killed before its upload
     later = start()
-    later.uploads.begin(later.controller)
-    later.wait()
+    later.finish()
     assert (later.there / "global_step_2/data.pt").read_bytes() == b"new"
 
 
@@ -440,43 +461,34 @@ def test_a_step_that_is_saved_anew_during_its_upload_has_a_copy_of_its_own(
     start, tmp_path, monkeypatch, when
 ):
     """Catches: an upload that is struck off because one of the same number runs: the remote step is
-    missing, or that of the abandoned branch, without a word."""
+    missing, or that of the abandoned branch, without a word. Also: an error for what was left itself."""
     remote, gate = DirectoryMirror(str(tmp_path / "there")), FifoGate(tmp_path / "gate")
     job = start(remote, retention=KeepAll())
     job.save(1)
-    job.wait()
+    job.finish()
     with monkeypatch.context() as patch:  # inherited by the child
         if when == "before it copies":
-            job.uploads.mirror = Held(remote.directory, gate)
+            job.uploads.work.mirror = Held(remote.directory, gate)
         elif when == "before it renames":
             patch.setattr(mirror, "move", gate.hold)
         job.save(2)
-        job.poll()
-    job.uploads.mirror = remote
+        job.turn()
+    job.uploads.work.mirror = remote
     if when == "after it":
-        assert job.uploads.running[1].wait(20.0).succeeded
+        assert job.uploads.work.child.wait(WAIT_S).succeeded
     job.controller.rollback(1)
-    job.controller.begin(2, {"data.pt": b"new"}).handle.wait()
-    with pytest.warns(UserWarning, match="step 2 is not uploaded: .* not tracked any more"):
-        job.poll()
-    job.wait()
+    job.save(2, b"new")
+    job.uploads.runner._renew_at = 0.0  # the tracker names the same step as before
+    job.turn()
+    job.finish()
+    if when == "after it":
+        job.uploads.poll()
+    else:
+        with pytest.warns(UserWarning, match="step 2 is not uploaded: .* withdrawn"):
+            job.uploads.poll()
     assert (job.there / "global_step_2/data.pt").read_bytes() == b"new"
     assert len(list(job.there.glob(".replaced-*"))) == (when == "after it")
     assert job.leases() == []
-
-
-def test_the_upload_of_a_step_left_by_a_rollback_does_not_fail(start, tmp_path):
-    """Catches: a training that ends because what it left itself could not be copied."""
-    job = start(Held(str(tmp_path / "there"), FifoGate(tmp_path / "gate")), retention=KeepAll())
-    job.save(1)
-    job.save(2)
-    job.uploads.noted.remove(1)
-    job.poll()
-    job.controller.rollback(1)
-    with pytest.warns(UserWarning, match="step 2 is not uploaded"):
-        job.poll()
-    job.wait()
-    assert job.leases() == [] and job.uploads.running is None
 
 
 def test_a_step_that_was_saved_anew_is_not_uploaded_for_the_old(start):
@@ -487,7 +499,7 @@ def test_a_step_that_was_saved_anew_is_not_uploaded_for_the_old(start):
     old = mirror.manifest_of(str(job.root), 2).of
     job.controller.rollback(1)
     job.save(2)
-    outcome = Upload(str(job.root), old, job.uploads.mirror).start().wait(20.0)
+    outcome = Upload(str(job.root), old, job.uploads.work.mirror).start().wait(WAIT_S)
     assert "is not attempt 2.e1.a2" in outcome.explain() and job.uploaded() == []
 
 
@@ -495,24 +507,23 @@ def test_another_run_into_the_same_place_has_copies_of_its_own(tmp_path: Path) -
     """Catches: attempts are numbered anew in each root: a step taken for copied, as an earlier run's of
     that number was, also at a start."""
     for run in (b"first", b"second"):
-        job = Job(tmp_path)
-        for step in (1, 2):
-            job.controller.begin(step, {"data.pt": run}).handle.wait()
-            if step == 1:
-                job.wait()
-        job.controller.close()
-        job = Job(tmp_path)
-        job.uploads.begin(job.controller)
-        job.wait()
-        job.controller.close()
+        for steps in ((1, 2), ()):
+            job = Job(tmp_path)
+            for step in steps:
+                job.save(step, run)
+                if step == 1:
+                    job.finish()
+            if not steps:
+                job.finish()
+            job.uploads.abandon()
+            job.controller.close()
         shutil.rmtree(job.root)
     copies = [(job.there / f"global_step_{step}/data.pt").read_bytes() for step in (1, 2)]
     assert copies == [b"second", b"second"]
 
 
-def test_a_step_that_cannot_be_kept_stops_no_other_and_leaves_no_lease(start, monkeypatch) -> None:
-    """Catches: uploads that wait behind a step with an unreadable manifest; a child that is never
-    looked after, and a lease more with each poll."""
+def test_a_step_that_cannot_be_read_stops_no_other_and_leaves_no_lease(start, monkeypatch) -> None:
+    """Catches: uploads that wait behind a step with a bad manifest, and a lease more each time."""
     job = start(on_failure="warn", retention=KeepAll())
     for step in (1, 2, 3):
         job.save(step)
@@ -524,106 +535,13 @@ def test_a_step_that_cannot_be_kept_stops_no_other_and_leaves_no_lease(start, mo
         return read(storage, path, limit)
 
     monkeypatch.setattr(FaultStorage, "read", sick)
-    with pytest.warns(SaveFailedWarning, match="global_step_2.*EIO"):
-        for _ in range(6):
-            job.poll()
-            if job.uploads.running is not None:
-                job.uploads.running[1].wait(10)
+    for _ in range(4):
+        job.turn()
+        job.ended()
+    with pytest.warns(SaveFailedWarning, match="uploads wait: .*a bad sector") as said:
+        job.uploads.poll()
+    assert len([each for each in said if each.category is SaveFailedWarning]) == 1
     assert job.leases() == [] and job.uploaded() == ["global_step_1", "global_step_3"]
-    monkeypatch.undo()
-    job.wait()
+    monkeypatch.setattr(FaultStorage, "read", read)
+    job.finish()
     assert job.uploaded() == ["global_step_1", "global_step_2", "global_step_3"]
-
-
-def test_the_poll_that_tells_of_a_failure_keeps_the_notes(start, tmp_path) -> None:
-    """Catches: a step that retention prunes before its upload, as another upload had just failed."""
-    job = start(Failing(str(tmp_path / "there"), (1,)), on_failure="warn")
-    with pytest.warns(SaveFailedWarning, match="the upload of step 1 failed"):
-        job.save(1)
-        job.poll()
-        job.uploads.running[1].wait(20)
-        job.save(2)
-        job.poll()
-    job.save(3)
-    job.wait()
-    assert job.uploaded() == ["global_step_2", "global_step_3"]
-
-
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_lease_that_is_given_back_late_hides_no_failure(
-    start, tmp_path, monkeypatch, at_the_end
-) -> None:
-    """Catches: a failed upload that is never told, as the disk was slow just then."""
-    job = start(Failing(str(tmp_path / "there"), (1,)))
-    job.save(1)
-    job.poll()
-    job.uploads.running[1].wait(20)
-
-    monkeypatch.setattr(Coordinator, "release", Hung())
-    with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
-        job.wait() if at_the_end else job.poll()
-
-
-def test_an_end_waits_for_a_hung_disk_no_longer_than_its_time(start, monkeypatch) -> None:
-    """Catches: one deadline of the disk for each step that waits, where none can be uploaded."""
-    job = start(retention=KeepAll(), close_timeout_s=0.01)
-    hung = Hung()
-    monkeypatch.setattr(Upload, "start", refuse_slowly)
-    for step in (1, 2, 3, 4):
-        job.save(step)
-        with pytest.raises(OSError, match="no process"):
-            job.poll()
-    monkeypatch.setattr(Coordinator, "release", hung)
-    with pytest.raises(DeadlineExceeded, match="no copy of steps 1, 2, 3, 4"):
-        job.wait()
-    assert hung.asked == 2, "that of the step that could not begin, and one more"
-
-
-def test_a_rollback_of_many_waits_for_a_hung_disk_once(start, monkeypatch) -> None:
-    """Catches: a poll that keeps the trainer for one deadline of the disk per step that was left."""
-    job = start(retention=KeepAll())
-    monkeypatch.setattr(Upload, "start", refuse_slowly)
-    for step in (1, 2, 3):
-        job.save(step)
-        with pytest.raises(OSError, match="no process"):
-            job.poll()
-    job.controller.rollback(1)
-    hung = Hung()
-    monkeypatch.setattr(Coordinator, "release", hung)
-    told = pytest.warns(UserWarning, match="is not tracked any more")
-    with told, pytest.raises(DeadlineExceeded):
-        job.poll()
-    assert hung.asked == 1
-
-
-def test_a_thread_that_cannot_start_costs_no_upload(start) -> None:
-    """Catches: a job that ends, or a step without a copy, for want of a thread for a moment."""
-    job = start(on_failure="warn")
-    job.save(1)
-    ports = job.controller._ports
-
-    def none_left() -> Any:
-        raise RuntimeError("can't start new thread")
-
-    job.controller._ports = replace(ports, executor=none_left)
-    with pytest.warns(SaveFailedWarning, match="can't start new thread"):
-        job.poll()
-    job.controller._ports = ports
-    job.wait()
-    assert job.uploaded() == ["global_step_1"] and job.leases() == []
-
-
-def test_leases_that_cannot_be_given_back_hide_no_deadline(start, monkeypatch) -> None:
-    """Catches: an end that waits for a hung disk once for each lease, and then names no step."""
-    job = start(retention=KeepAll())
-    for step in (1, 2, 3):
-        job.save(step)
-        job.poll()
-    hung = Hung()
-    job.save(4)
-    monkeypatch.setattr(Engine, "tracked", hung)
-    monkeypatch.setattr(Coordinator, "release", hung)
-    with pytest.raises(DeadlineExceeded, match="no copy of steps .*4"):
-        job.wait()
-    assert hung.asked == 2, "one look, and one lease"
-    monkeypatch.undo()

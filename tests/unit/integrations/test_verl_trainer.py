@@ -24,8 +24,9 @@ from ckptfsm.core.errors import (
     SaveFailed,
     SaveFailedWarning,
 )
-from ckptfsm.core.jobs import Job
+from ckptfsm.core.jobs import Job, Task
 from ckptfsm.integrations.verl import trainer as trainer_module
+from ckptfsm.integrations.verl import uploads
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
 from ckptfsm.integrations.verl.workers import attach
@@ -104,6 +105,12 @@ class Run:
 
     def uploaded(self) -> list[str]:
         return sorted(p.name for p in self.there.iterdir() if not p.name.startswith("."))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(uploads, "_LOOK_S", 0.01)
+    monkeypatch.setattr(uploads, "_TASK", Task(name="mirror", attempts=1, timeout_s=1e8))
 
 
 @pytest.fixture
@@ -216,7 +223,7 @@ def test_an_upload_that_does_not_end_gives_the_root_back(run, tmp_path):
     save(checkpoints, 1)
     checkpoints.poll(wait=True)
     held.reached.open()
-    pid = checkpoints._uploads.running[1].pid
+    pid = checkpoints._uploads.work.child.pid
     with pytest.raises(DeadlineExceeded, match="the uploads did not finish in time"):
         checkpoints.close()
     assert is_free(run.root)
@@ -398,8 +405,7 @@ def test_a_remote_place_that_is_away_does_not_stop_a_resume(run, on_failure):
     again = run.start(away, settings=settings, resume_mode="auto")
     with again.loading():
         assert again.controller.latest_step() == 1
-    again.poll()
-    assert again._uploads.running[1].wait(20.0) is not None
+    again._uploads.told.put(again._uploads.told.get(timeout=60.0))
     match = "the upload of step 1 failed: .*/nowhere/hdfs dfs"
     said = pytest.warns(SaveFailedWarning, match=match)
     with said if on_failure == "warn" else pytest.raises(SaveFailed, match=match):

@@ -19,10 +19,11 @@ from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded
 from ckptfsm.core.layout import TRACKER, VERL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk import watching
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.disk.watching import checkpoints, wait_for_new_checkpoint
+from ckptfsm.disk.visibility import VISIBILITY_S
+from ckptfsm.follow import evaluators, follower
+from ckptfsm.follow.evaluators import checkpoints, wait_for_new_checkpoint
 from ckptfsm.testing.harness import FakeJob
 
 
@@ -231,7 +232,17 @@ def test_F9_the_newest_directory_may_show_late(job: FakeJob, tmp_path: Path):
     """Catches: the newest checkpoint passed over, because its name was not visible yet."""
     newest, away = tmp_path / "iter_0000030", tmp_path / "elsewhere"
     newest.rename(away)
-    assert seen(tmp_path, lambda: None, lambda: away.rename(newest)) == [10, 20, 30]
+    turns = Turns()
+
+    def show() -> None:
+        if turns.now > 2 * VISIBILITY_S:
+            away.rename(newest)
+        else:
+            turns.actions.append(show)
+
+    show()
+    found = [lease.step for lease in checkpoints(tmp_path, timeout_s=60.0, clock=turns)]
+    assert found == [10, 20, 30]
 
 
 def test_F9_an_older_directory_may_show_late(job: FakeJob, tmp_path: Path):
@@ -352,8 +363,8 @@ def test_a_root_of_verl(tmp_path: Path):
 def test_a_look_at_nothing_new_reads_the_tracker_alone(job: FakeJob, tmp_path: Path, monkeypatch):
     """Catches: a journal of a year that each reader reads every few seconds."""
     reads = []
-    real = watching.read_history
-    monkeypatch.setattr(watching, "read_history", lambda s: (reads.append(1), real(s))[1])
+    real = follower.read_history
+    monkeypatch.setattr(follower, "read_history", lambda *a: (reads.append(1), real(*a))[1])
     assert seen(tmp_path, *[lambda: None] * 9, after=30) == []
     assert len(reads) == 1
 
@@ -393,7 +404,7 @@ def test_a_renewal_that_fails_is_told_and_tried_again(job: FakeJob, tmp_path: Pa
             return next(waits)
 
         before = next(aside.iterdir()).read_bytes()
-        watching._renew(lease, 1.0, ended)
+        evaluators._renew(lease, 1.0, ended)
         assert caplog.text.count("not renewed") == 1
         assert next(readers.iterdir()).read_bytes() != before
     assert list(waits) == []
@@ -404,7 +415,7 @@ def test_a_lease_on_a_step_that_was_rolled_back_is_given_up(job: FakeJob, tmp_pa
     with ReaderLease(tmp_path, 30) as lease:
         job.coordinator.rollback(10)
         waits = iter([False, True])
-        watching._renew(lease, 1.0, lambda seconds: next(waits))
+        evaluators._renew(lease, 1.0, lambda seconds: next(waits))
         assert list(waits) == [True] and "step 30 is not at" in caplog.text
 
 

@@ -23,9 +23,10 @@ from ckptfsm.core.errors import Fenced
 from ckptfsm.core.jobs import Job
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.job_records import put_record, read_records
-from ckptfsm.jobs import supervisor as module
-from ckptfsm.jobs.supervisor import Order, Supervisor, Trouble
+from ckptfsm.disk.job_records import read_records
+from ckptfsm.follow import follower
+from ckptfsm.follow.jobs import JobRecords, JobWork, Order
+from ckptfsm.follow.runner import Plan, Runner, Trouble
 
 WAIT_S = 60.0
 HELD = "echo {step} >> begun; read word < go; echo $word >> heard"
@@ -35,28 +36,29 @@ class Still(SystemClock):
     """A clock that a test moves."""
 
     later = 0.0
+    asleep = staticmethod(lambda: None)
 
     def monotonic(self) -> float:
         return self.later
 
+    def sleep(self, seconds: float) -> None:
+        self.later += seconds
+        self.asleep()
+
 
 class Work:
-    """A supervisor for ``root``, whose owner has epoch 1, and its messages."""
+    """A runner for ``root``, whose owner has epoch 1, and its messages."""
 
     def __init__(self, root: Path, place: Path, *jobs: Job, epoch: int = 1) -> None:
         self.place, self.told, self.clock = place, [], Still()
-        order = Order(
-            str(root),
-            epoch,
-            "megatron",
-            jobs,
-            60.0,
-            (str(place), *import_path()),
-            str(place),
-            look_s=0.0,
-        )
+        plan = Plan(epoch, "megatron", jobs, "job-", 60.0, look_s=0.0)
+        self.attempts = JobWork()
+        self.attempts.order = Order(str(root), plan, jobs, (str(place), *import_path()), str(place))
         self.storage = PosixStorage(root)
-        self.supervisor = Supervisor(self.storage, order, self.told.append, self.clock)
+        self.store = JobRecords(self.storage)
+        self.runner = Runner(
+            self.storage, plan, self.attempts, self.told.append, self.store, self.clock
+        )
 
     @property
     def records(self) -> list[tuple[int, str, str, int]]:
@@ -68,26 +70,26 @@ class Work:
         return [
             each.words
             if isinstance(each, Trouble)
-            else f"{each.record.step} {each.record.job} {each.record.state.value}"
+            else f"{each.step} {each.job} {each.state.value}"
             for each in self.told
         ]
 
     def work(self) -> None:
-        self.supervisor.work()
+        self.runner.turn()
 
     def finish(self) -> None:
         """Work until nothing runs or waits."""
         for _ in range(500):
             self.work()
-            if self.supervisor.idle:
+            if self.runner.idle:
                 return
             self.wait()
         raise AssertionError(self.told)
 
     def wait(self) -> None:
-        busy = self.supervisor._busy
-        if busy is not None and busy.process is not None:
-            ready, _, _ = select.select(busy.process.watched(), [], [], WAIT_S)
+        busy = self.runner._busy
+        if busy is not None and busy.attempt is not None:
+            ready, _, _ = select.select(busy.attempt.watched(), [], [], WAIT_S)
             assert ready, "the attempt does not end"
 
     def go(self, word: str = "on") -> None:
@@ -108,7 +110,7 @@ def make(tmp_path):
     job = real_job(root, retention=LatestN(1))
     yield started, job
     for each in made:
-        each.supervisor.leave()
+        each.runner.leave()
         each.storage.close_root()
     if job.coordinator._ownership is not None:
         job.close()
@@ -152,7 +154,7 @@ def test_a_job_that_fails_twice_then_works(make):
     work.finish()
     assert work.records == [(10, "export", "done", 3)]
     assert work.words == ["10 export waiting", "10 export waiting", "10 export done"]
-    assert work.told[0].record.reason == "exit status 5: busy" and work.told[2].record.reason == ""
+    assert work.told[0].reason == "exit status 5: busy" and work.told[2].reason == ""
 
 
 def test_the_lease_is_held_between_attempts(make):
@@ -165,7 +167,7 @@ def test_the_lease_is_held_between_attempts(make):
         work.wait()
         work.work()
     work.work()
-    assert len(readers(job)) == 1 and work.supervisor.group is None
+    assert len(readers(job)) == 1 and work.attempts.group is None
     job.save(20)
     assert published(job) == ["iter_0000010", "iter_0000020"]
     work.clock.later = 1000.0
@@ -189,7 +191,7 @@ def test_I7_retention_waits_for_the_job_that_runs_and_for_no_other(make):
         (30, "export", "waiting", 0),
     ]
     assert work.words == ["20 export missed"]
-    assert work.told[0].record.reason == "its checkpoint was pruned before its turn"
+    assert work.told[0].reason == "its checkpoint was pruned before its turn"
     work.go("first")
     while (30, "export", "running", 1) not in work.records:
         work.wait()
@@ -212,8 +214,8 @@ def test_a_hanging_job_is_killed_after_its_time(make):
     work.clock.later = 200.0
     work.work()
     assert work.records == [(10, "export", "failed", 1)]
-    assert work.told[0].record.reason.startswith("killed after 100 s")
-    assert readers(job) == [] and work.supervisor.group is None
+    assert work.told[0].reason.startswith("killed after 100 s")
+    assert readers(job) == [] and work.attempts.group is None
 
 
 def test_a_job_whose_process_is_killed_has_failed(make):
@@ -223,7 +225,7 @@ def test_a_job_whose_process_is_killed_has_failed(make):
     work.finish()
     assert work.records == [(10, "export", "failed", 2)]
     assert work.words == ["10 export waiting", "10 export failed"]
-    assert work.told[1].record.reason == "killed by SIGKILL"
+    assert work.told[1].reason == "killed by SIGKILL"
 
 
 def test_jobs_run_one_after_the_other_in_their_order(make):
@@ -250,8 +252,8 @@ def test_a_step_that_is_rolled_back_while_its_job_runs(make):
     work.clock.later = 61.0
     work.work()
     assert work.records == [(20, "export", "missed", 1)]
-    assert work.told[0].record.reason == "its checkpoint was withdrawn while it ran"
-    assert work.supervisor.group is None and readers(job) == []
+    assert work.told[0].reason == "its checkpoint was withdrawn while it ran"
+    assert work.attempts.group is None and readers(job) == []
 
 
 def test_another_attempt_at_the_step_is_another_checkpoint(make):
@@ -264,12 +266,12 @@ def test_another_attempt_at_the_step_is_another_checkpoint(make):
     job.coordinator.pin(10, "")
     job.save(20)
     work = start(shell("cp {path}/.ckptfsm/manifest.json ."))
-    work.supervisor._look(0.0)
-    assert [each.step for each in work.supervisor._waiting] == [20]
+    work.runner._look()
+    assert [each.step for each in work.runner._waiting] == [20]
     job.coordinator.rollback(10)
     job.save(20)
-    work.supervisor._attend(0.0)
-    assert readers(job) == [] and work.supervisor.group is None
+    work.runner._attend(0.0)
+    assert readers(job) == [] and work.attempts.group is None
     work.finish()
     found = {(r.of.attempt, r.state, r.reason) for r in read_records(work.storage)}
     assert found == {
@@ -296,10 +298,10 @@ def test_a_step_that_is_pruned_between_the_look_and_the_lease_is_missed(make):
     start, job = make
     job.save(10)
     work = start(shell("echo {step} >> ran"))
-    work.supervisor._look(0.0)
+    work.runner._look()
     job.save(20)
-    work.supervisor._attend(0.0)
-    assert work.supervisor.group is None
+    work.runner._attend(0.0)
+    assert work.attempts.group is None
     work.finish()
     assert work.records == [(10, "export", "missed", 0), (20, "export", "done", 1)]
     assert (work.place / "ran").read_text() == "20\n"
@@ -321,24 +323,44 @@ def test_steps_that_come_and_go_between_two_looks_are_missed(make):
     ]
 
 
+def test_a_step_that_is_tracked_during_a_look_is_not_missed(make, monkeypatch):
+    """Catches: a checkpoint called pruned, as it was tracked after the ledger had been read."""
+    start, job = make
+    work = start(shell("true"))
+    for step in (10, 20):
+        job.save(step)
+        job.coordinator.pin(step, "")
+        if step == 10:
+            work.finish()
+    real, coming = follower.read_history, [30]
+
+    def read(*arguments):
+        found = real(*arguments)
+        if coming:
+            job.save(coming.pop())
+        return found
+
+    monkeypatch.setattr(follower, "read_history", read)
+    work.finish()
+    work.finish()
+    assert [row[:3] for row in work.records] == [(n, "export", "done") for n in (10, 20, 30)]
+
+
 def test_F9_a_directory_that_shows_late_is_waited_for_and_then_missed(make, tmp_path):
     start, job = make
     job.save(10)
     work = start(shell("echo {step} >> ran"))
     there, hidden = tmp_path / "root/iter_0000010", tmp_path / "hidden"
     there.rename(hidden)
-    for _ in range(module._LOOKS - 1):
-        work.work()
-    assert work.records == [(10, "export", "waiting", 0)] and readers(job) == []
-    hidden.rename(there)
+    work.clock.asleep = lambda: hidden.rename(there)
     work.finish()
     assert work.records == [(10, "export", "done", 1)]
     job.save(20)
     (tmp_path / "root/iter_0000020").rename(hidden)
-    for _ in range(module._LOOKS):
-        work.work()
+    work.clock.asleep = lambda: None
+    work.finish()
     assert (20, "export", "missed", 0) in work.records
-    assert work.told[-1].record.reason == "its directory was gone before its turn"
+    assert work.told[-1].reason == "its directory was gone before its turn"
     hidden.rename(tmp_path / "root/iter_0000020")
 
 
@@ -350,9 +372,9 @@ def test_F2_the_next_process_begins_again(make):
     first.work()
     assert first.records == [(10, "export", "running", 1), (10, "other", "waiting", 0)]
     assert len(readers(job)) == 1
-    busy, first.supervisor._busy = first.supervisor._busy, None  # as its death would
-    busy.process.kill()
-    put_record(first.storage, job_record(20, "export"), "dead")
+    busy, first.runner._busy = first.runner._busy, None  # as its death would
+    busy.attempt.kill()
+    first.store.put(job_record(20, "export"))
     (Path(first.storage.root) / ".ckptfsm/jobs/x.json.tmp-1-2.0").write_text("{")
     second = start(shell("true"), shell("true", "other"))
     second.work()
@@ -395,7 +417,7 @@ def test_F12_an_older_owner_stops(make):
     again = real_job(Path(work.storage.root), retention=LatestN(1))
     with pytest.raises(Fenced, match="another owner"):
         work.work()
-    work.supervisor.leave()
+    work.runner.leave()
     assert work.records == [(10, "export", "running", 1)], "that of the next owner's process"
     assert readers(again) == []
     again.close()
@@ -406,14 +428,14 @@ def test_F6_an_error_of_the_disk_is_told_once_and_tried_again(make, monkeypatch)
     start, job = make
     job.save(10)
     work = start(shell("echo {step} >> ran"))
-    real, refused = module.put_record, [OSError(errno.EIO, "bad disk")] * 4
+    real, refused = work.store.put, [OSError(errno.EIO, "bad disk")] * 4
 
-    def put(*arguments):
+    def put(record):
         if refused:
             raise refused.pop()
-        real(*arguments)
+        real(record)
 
-    monkeypatch.setattr(module, "put_record", put)
+    monkeypatch.setattr(work.store, "put", put)
     for _ in range(4):
         work.work()
     assert not (work.place / "ran").exists()
@@ -429,14 +451,14 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(make, monkeypatch):
     work = start(shell("echo {step} >> ran"))
     work.work()
     work.wait()
-    real, refused = module.put_record, [OSError(errno.ENOSPC, "disk full")] * 2
+    real, refused = work.store.put, [OSError(errno.ENOSPC, "disk full")] * 2
 
-    def put(storage, record, tag):
+    def put(record):
         if refused and record.state is JobState.DONE:
             raise refused.pop()
-        real(storage, record, tag)
+        real(record)
 
-    monkeypatch.setattr(module, "put_record", put)
+    monkeypatch.setattr(work.store, "put", put)
     while refused:
         work.work()
         work.wait()
@@ -450,9 +472,9 @@ def test_the_end_of_the_trainer_gives_the_job_back(make):
     job.save(10)
     work = start(shell(HELD))
     work.work()
-    work.supervisor.end()
+    work.runner.end()
     assert work.records == [(10, "export", "waiting", 0)] and readers(job) == []
-    work.supervisor.end()
+    work.runner.end()
 
 
 def test_F2_an_attempt_is_seen_until_it_is_killed(make, monkeypatch):
@@ -462,23 +484,23 @@ def test_F2_an_attempt_is_seen_until_it_is_killed(make, monkeypatch):
     job.save(10)
     work = start(shell(HELD))
     work.work()
-    process = work.supervisor._busy.process
+    process = work.runner._busy.attempt
     seen, kill = [], process.kill
     monkeypatch.setattr(
-        type(process), "kill", lambda self: seen.append(work.supervisor.group) or kill()
+        type(process), "kill", lambda self: seen.append(work.attempts.group) or kill()
     )
-    work.supervisor.leave()
-    assert seen == [process.pid] and work.supervisor.group is None
+    work.runner.leave()
+    assert seen == [process.pid] and work.attempts.group is None
 
 
 def test_a_failure_to_start_is_a_failed_attempt(make):
     start, job = make
     work = start(shell("true", attempts=1))
-    work.supervisor._order = replace(work.supervisor._order, cwd=str(work.place / "gone"))
+    work.attempts.order = replace(work.attempts.order, cwd=str(work.place / "gone"))
     job.save(10)
     work.finish()
     assert work.records == [(10, "export", "failed", 1)]
-    assert "FileNotFoundError" in work.told[0].record.reason
+    assert "FileNotFoundError" in work.told[0].reason
 
 
 def test_metrics_and_attempt_are_those_of_the_journal(make):

@@ -19,17 +19,29 @@ from pathlib import Path
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.spawn import Spawned, import_path
 from ckptfsm.core.config import CheckpointConfig
-from ckptfsm.core.documents import JobRecord, JobState
+from ckptfsm.core.documents import JobState
 from ckptfsm.core.errors import ConfigError, describe
 from ckptfsm.core.ports import Storage
-from ckptfsm.jobs.supervisor import Order, Stop, Told, Trouble
+from ckptfsm.follow.jobs import Order
+from ckptfsm.follow.runner import Message, Plan, Stop, Trouble
 
 log = logging.getLogger("ckptfsm")
 _STARTS = 3  # of the process, in the life of a manager
 _LISTEN_S = 5.0
 _HEAR_S = 0.1
 _ENDS_A_PROGRAM = ("SIGTERM", "SIGINT", "SIGHUP")  # a program may send them to its own processes
+_WORDS = {
+    JobState.DONE: ("job_done", "is done"),
+    JobState.MISSED: ("job_missed", "was missed"),
+    JobState.FAILED: ("job_failed", "failed after {} attempts"),
+    JobState.WAITING: ("job_tried_again", "failed, and is tried again"),
+}
 _RENEWALS = 4  # of a lease before it would expire
+
+
+def renewal_s(config: CheckpointConfig) -> float:
+    """Seconds from one renewal of a lease to the next, where this configuration rules."""
+    return min(60.0, config.reader_timeout_s / _RENEWALS)
 
 
 class JobsBeside:
@@ -44,10 +56,8 @@ class JobsBeside:
             raise ConfigError("on_tracked needs a root on a disk", key="on_tracked")
         self._order = Order(
             storage.root,
-            epoch,
-            config.layout,
+            Plan(epoch, config.layout, config.on_tracked, "job-", renewal_s(config)),
             config.on_tracked,
-            min(60.0, config.reader_timeout_s / _RENEWALS),
             tuple(import_path()),
             str(Path.cwd()),
             ignored=tuple(
@@ -117,7 +127,7 @@ class JobsBeside:
         """Start the process and hear it until it has ended. Returns its exit status."""
         if self._stopped is not None:
             return 0
-        process = Spawned("ckptfsm.jobs.supervisor", "main", last_act=True)
+        process = Spawned("ckptfsm.follow.jobs", "main", last_act=True)
         try:
             process.send(self._order, self._fds)
             with self._lock:  # not before: the order comes first
@@ -126,36 +136,28 @@ class JobsBeside:
                 self._process = process
             while (status := process.exitcode()) is None:
                 for message in process.listen(_LISTEN_S):
-                    _pass_on(message)
+                    tell(message)
                 if not process.is_open:
                     time.sleep(0.01)
             for message in process.listen(0.0):
-                _pass_on(message)
+                tell(message)
             return status
         finally:
             process.kill()
             process.close()
 
 
-def _pass_on(message: Told | Trouble) -> None:
+def tell(message: Message) -> None:
+    """Write what a runner told into the log."""
     if isinstance(message, Trouble):
         said = f"the jobs wait: {message.words}"
         say(log.warning, "jobs_wait", said, error=message.words)
+        return
+    job, step, why = message.job, message.step, message.reason
+    event, words = _WORDS[message.state]
+    said = f"step {step}: the job {job} {words.format(message.begun)}"
+    facts = {"job": job, "step": step, "attempts": message.begun}
+    if message.state is JobState.DONE:
+        say(log.info, event, said, **facts)
     else:
-        _say_record(message.record)
-
-
-def _say_record(record: JobRecord) -> None:
-    job, step, why = record.job, record.step, record.reason
-    facts = {"job": job, "step": step, "attempts": record.begun}
-    if record.state is JobState.DONE:
-        say(log.info, "job_done", f"step {step}: the job {job} is done", **facts)
-    elif record.state is JobState.MISSED:
-        said = f"step {step}: the job {job} was missed: {why}"
-        say(log.warning, "job_missed", said, error=why, **facts)
-    elif record.state is JobState.FAILED:
-        said = f"step {step}: the job {job} failed after {record.begun} attempts: {why}"
-        say(log.warning, "job_failed", said, error=why, **facts)
-    else:
-        said = f"step {step}: the job {job} failed, and is tried again: {why}"
-        say(log.warning, "job_tried_again", said, error=why, **facts)
+        say(log.warning, event, f"{said}: {why}", error=why, **facts)

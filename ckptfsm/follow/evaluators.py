@@ -1,18 +1,16 @@
-"""Watching a root for new checkpoints: for an evaluator, a process of its own beside the job.
+"""Following a root for new checkpoints: for an evaluator, a process of its own beside the job.
 
 ``checkpoints`` gives one checkpoint after the other, each under a lease. ``wait_for_new_checkpoint``
-gives the newest. Both look at the tracker, a read of a few bytes. The journal is read if the tracker
-names another step than before, and after each checkpoint that was given.
+gives the newest.
 
-Rules:
+Rules, beside those of ``follower``:
 
 - A checkpoint is given once it is tracked, or as soon as the tracker names it. Never one above the
   tracker's step: a rollback lowers the tracker before it withdraws.
 - A checkpoint is known by its attempt, not by its step. So steps that come again after a rollback are
   new, also where the reader was busy meanwhile.
-- A checkpoint that is gone before its lease is passed over. So is a directory that is not the journal's
-  checkpoint, say another run's: that is told in the log. If the tracker names it, the reader looks
-  again: a network file system may show its directory late.
+- A checkpoint that was pruned before its lease is passed over. One that the journal still has then is
+  told in the log. The directory that the tracker names is looked for without an end.
 - A tracker that is missing or torn, or a root that does not exist, is looked at again.
 
 Works without torch, and outlives restarts of the job. To outlive a restart of the reader, keep
@@ -25,29 +23,21 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.core.errors import (
-    ConfigError,
-    DamagedRoot,
-    DeadlineExceeded,
-    JournalCorrupt,
-    StepNotFoundError,
-    describe,
-)
-from ckptfsm.core.layout import LAYOUTS, MEGATRON, VERL, Layout, parse_attempt
+from ckptfsm.core.errors import ConfigError, DeadlineExceeded, StepNotFoundError, describe
+from ckptfsm.core.layout import LAYOUTS, MEGATRON, VERL, parse_attempt
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Clock
-from ckptfsm.disk.inspection import read_tracker
-from ckptfsm.disk.journal import History, read_history
+from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.disk.journal import History
 from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.disk.visibility import VISIBILITY_S
+from ckptfsm.follow.follower import Follower
 
 log = logging.getLogger("ckptfsm")
 Root = str | os.PathLike[str]
@@ -67,7 +57,7 @@ def wait_for_new_checkpoint(
     Use the lease in a ``with`` block, which ends it, and ``renew`` it if the block takes long. For
     ``after`` and the errors see ``checkpoints``. Raises ``DeadlineExceeded`` after ``timeout_s``.
     """
-    lease = _Watch(root, after, poll_interval_s, clock, newest_only=True).wait(timeout_s)
+    lease = _Evaluator(root, after, poll_interval_s, clock, newest_only=True).wait(timeout_s)
     if lease is None:
         raise DeadlineExceeded(
             f"no new checkpoint within {timeout_s} s", timeout_s=timeout_s, waiting_for=str(root)
@@ -99,12 +89,12 @@ def checkpoints(
     """
     if not renew_s > 0:
         raise ConfigError(f"renew_s needs a positive number of seconds, not {renew_s!r}")
-    watch = _Watch(root, after, poll_interval_s, clock, newest_only=newest_only)
-    return _each(watch, timeout_s, renew_s)
+    follower = _Evaluator(root, after, poll_interval_s, clock, newest_only=newest_only)
+    return _each(follower, timeout_s, renew_s)
 
 
-def _each(watch: _Watch, timeout_s: float | None, renew_s: float) -> Iterator[ReaderLease]:
-    while (lease := watch.wait(timeout_s)) is not None:
+def _each(follower: _Evaluator, timeout_s: float | None, renew_s: float) -> Iterator[ReaderLease]:
+    while (lease := follower.wait(timeout_s)) is not None:
         with ExitStack() as held:
             held.push(lease)
             held.enter_context(_renewed(lease, renew_s))
@@ -138,7 +128,7 @@ def _renew(lease: ReaderLease, every_s: float, ended: Callable[[float], bool]) -
                 return
 
 
-class _Watch:
+class _Evaluator(Follower):
     """Looks for new checkpoints, and remembers those that were given."""
 
     def __init__(
@@ -152,64 +142,74 @@ class _Watch:
     ) -> None:
         if not (math.isfinite(poll_interval_s) and poll_interval_s > 0):
             raise ConfigError(f"poll_interval_s needs seconds, not {poll_interval_s!r}")
+        super().__init__(clock or SystemClock())
         self._root = os.fspath(root)
         self._after = _mark(after)
         self._interval_s = poll_interval_s
-        self._clock = clock or SystemClock()
         self._newest_only = newest_only
         self._known: set[AttemptId] = set()
-        self._settled: int | None = None  # the tracker's step when there was nothing new
+        self._offered: list[Checkpoint] = []
+        self._named: int | None = None
         self._epoch = self._after.epoch if isinstance(self._after, AttemptId) else 0
 
     def wait(self, timeout_s: float | None) -> ReaderLease | None:
         """A lease on the next checkpoint, or None after ``timeout_s`` without a new one."""
         end = self._clock.monotonic() + (math.inf if timeout_s is None else timeout_s)
-        while (lease := self._look()) is None:
+        while (lease := self._next()) is None:
             left = end - self._clock.monotonic()
             if left <= 0:
                 return None
             self._clock.sleep(min(self._interval_s, left))
-        self._settled = None  # the tracker may come to the same step again meanwhile
         return lease
 
-    def _look(self) -> ReaderLease | None:
+    def _next(self) -> ReaderLease | None:
         storage = _opened(self._root)
         if storage is None:
             return None
         try:
-            named = read_tracker(storage).step
-            if named is None or named == self._settled:
-                return None
-            return self._take_next(read_history(storage), named)
+            lease = self.take(storage) if self.look(storage) is not None else None
         finally:
             storage.close_root()
+        if lease is not None:
+            self._know(lease.attempt)
+        return lease
 
-    def _take_next(self, history: History, named: int) -> ReaderLease | None:
-        ledger, layout = history.ledger, LAYOUTS.get(history.layout, MEGATRON)
+    def hear(self, history: History, named: int | None) -> bool:
+        ledger = history.ledger
         if history.newest_epoch < self._epoch:  # another root stands at this path
             self._known, self._after = set(), None
-        self._epoch = history.newest_epoch
+        self._epoch, self._named = history.newest_epoch, named
         self._known.intersection_update(ledger.checkpoints)
         self._pass_over_earlier(ledger)
         there = _up_to(ledger, named)
         offered = [c for c in there if c.id not in self._known and c.step > self._floor]
-        late_until = self._clock.monotonic() + VISIBILITY_S  # for all of them
-        for checkpoint in offered[-1:] if self._newest_only else offered:
-            late_s = max(0.0, late_until - self._clock.monotonic())
-            try:
-                # the next look waits for the one that is named
-                late_s = late_s if checkpoint.step != named else 0.0
-                lease = self._lease_on(checkpoint, layout, late_s)
-            except StepNotFoundError:
-                if checkpoint.step == named:
-                    return None
-                lease = None
-            self._take(checkpoint, ledger)
-            if lease is not None:
-                return lease
-        if any(c.step == named for c in there):  # else the job has still to adopt it
-            self._settled = named
-        return None
+        self._offered = offered[-1:] if self._newest_only else offered
+        # Not while something is offered: the tracker may come to the same step again meanwhile. A step
+        # that the tracker alone names is one that the job has still to adopt.
+        return not offered and any(c.step == named for c in there)
+
+    def due(self) -> Sequence[Checkpoint]:
+        return self._offered
+
+    def waits_for(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.step == self._named
+
+    def lease_on(self, storage: Storage, checkpoint: Checkpoint, late_s: float) -> ReaderLease:
+        assert self._history is not None
+        layout = LAYOUTS.get(self._history.layout, MEGATRON)
+        return ReaderLease(
+            self._root,
+            checkpoint.step,
+            layout="verl" if layout is VERL else "megatron",
+            attempt=str(checkpoint.id),
+            visibility_timeout_s=0.0 if self.waits_for(checkpoint) else late_s,
+            clock=self._clock,
+        )
+
+    def pass_over(self, checkpoint: Checkpoint, why: str) -> None:
+        said = f"step {checkpoint.step} is passed over: {why}"
+        say(log.warning, "checkpoint_passed_over", said, step=checkpoint.step)
+        self._know(str(checkpoint.id))
 
     @property
     def _floor(self) -> int:
@@ -232,39 +232,14 @@ class _Watch:
             self._known = {of for of in ledger.checkpoints if _turn(of) <= _turn(last)}
         self._after = None
 
-    def _take(self, checkpoint: Checkpoint, ledger: Ledger) -> None:
+    def _know(self, attempt: str) -> None:
         """Know a checkpoint from now on; the older ones too, where only the newest counts."""
-        self._known.add(checkpoint.id)
+        of = parse_attempt(attempt)
+        assert of is not None and self._history is not None
+        self._known.add(of)
         if self._newest_only or self._after is not None:
-            self._known |= {of for of in ledger.checkpoints if of.step <= checkpoint.step}
+            self._known |= {o for o in self._history.ledger.checkpoints if o.step <= of.step}
             self._after = None
-
-    def _lease_on(
-        self, checkpoint: Checkpoint, layout: Layout, late_s: float
-    ) -> ReaderLease | None:
-        """A lease that is held; None if another directory stands at the name, which is told.
-
-        ``late_s``: the longest wait for the directory.
-
-        Raises ``StepNotFoundError`` if there is none, or not any more.
-        """
-        step = checkpoint.step
-        lease = ReaderLease(
-            self._root,
-            step,
-            layout="verl" if layout is VERL else "megatron",
-            visibility_timeout_s=late_s,
-            clock=self._clock,
-        )
-        lease.attempt = str(checkpoint.id)
-        try:
-            return lease.__enter__()
-        except JournalCorrupt:
-            raise
-        except DamagedRoot as error:
-            said = f"step {step} is passed over: {error.message}"
-            say(log.warning, "checkpoint_passed_over", said, step=step, file=lease.path)
-            return None
 
 
 def _mark(after: int | str | None) -> int | AttemptId | None:
@@ -282,11 +257,13 @@ def _turn(of: AttemptId) -> tuple[int, int]:
     return of.epoch, of.attempt
 
 
-def _up_to(ledger: Ledger, named: int) -> list[Checkpoint]:
-    """The checkpoints that a reader may load, oldest first, if the tracker names a step.
+def _up_to(ledger: Ledger, named: int | None) -> list[Checkpoint]:
+    """The checkpoints that a reader may load, oldest first, if the tracker names this step.
 
     The tracker is written before that is journaled: then its checkpoint is still ``finalized``.
     """
+    if named is None:
+        return []
     found = ledger.in_state(State.TRACKED, State.FINALIZED)
     return [c for c in found if c.step == named or (c.step < named and c.state is State.TRACKED)]
 

@@ -1,0 +1,118 @@
+"""The process that runs the jobs of a root's owner, one at a time. No torch, nothing of the trainer.
+
+Started by ``adapters.spawn``; ``beside`` is the trainer's side. The process ends when its trainer says
+so, and with its trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfsm.adapters.job_process import Call, JobProcess, environment_of_job
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
+from ckptfsm.core.documents import JobRecord, encode
+from ckptfsm.core.jobs import Job, with_placeholders
+from ckptfsm.core.layout import JOBS, job_name
+from ckptfsm.core.lifecycle import Checkpoint
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import TEMPORARY, list_names, make_dirs, put
+from ckptfsm.disk.job_records import read_records
+from ckptfsm.disk.trash import remove_marker
+from ckptfsm.follow.runner import Plan, Records, Runner
+
+_NICE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The work of the process, sent first and with the descriptor of ``root``.
+
+    ``imports`` and ``cwd`` are the trainer's. Attempts ignore the signals ``ignored``.
+    """
+
+    root: str
+    plan: Plan
+    jobs: tuple[Job, ...]
+    imports: tuple[str, ...]
+    cwd: str
+    ignored: tuple[int, ...] = ()
+
+
+class JobWork:
+    """Runs a job's command in a process of its own, see ``runner.Work``."""
+
+    def __init__(self) -> None:
+        self.order: Order | None = None
+        self._newest: JobProcess | None = None
+
+    def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> JobProcess:
+        order = self.order
+        assert order is not None
+        job = next(each for each in order.jobs if each.name == record.job)
+        command, step = job.command, record.step
+        function, program = (command, ()) if isinstance(command, str) else ("", command)
+        arguments = tuple(with_placeholders(program, path, step))
+        call = Call(path, step, dict(checkpoint.metrics), arguments, function)
+        variables = environment_of_job(os.environ, order.root, job.environment)
+        self._newest = JobProcess(call, variables, order.imports, order.cwd, order.ignored)
+        return self._newest
+
+    @property
+    def group(self) -> int | None:
+        """The process group of the attempt that runs."""
+        process = self._newest
+        return process.pid if process is not None and process.running else None
+
+    def kill_group(self) -> None:
+        """Kill the attempt, from any thread."""
+        group = self.group
+        if group is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+class JobRecords(Records):
+    """The records of jobs in a root, see ``disk.job_records``."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._tag = f"jobs-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+    def begin(self) -> list[JobRecord]:
+        """Make the directory, remove temporary files of dead writers, and read what is there."""
+        make_dirs(self._storage, JOBS)
+        for name in list_names(self._storage, JOBS):
+            if TEMPORARY in name:
+                remove_marker(self._storage, f"{JOBS}/{name}")
+        return read_records(self._storage)
+
+    def put(self, record: JobRecord) -> None:
+        put(self._storage, job_name(record.of, record.job), encode(record), tag=self._tag)
+
+    def remove(self, record: JobRecord) -> None:
+        remove_marker(self._storage, job_name(record.of, record.job))
+
+
+def main() -> None:
+    """Serve the trainer: the command line names the socket."""
+    logging.disable()  # its output goes to /dev/null; the trainer is told of everything
+    work = JobWork()
+    channel, listening = TrainersEnd(work.kill_group).channel, True
+    be_considerate(_NICE)
+    messages: list[Any] = []
+    while listening and not messages:
+        listening, messages = channel.receive(None)
+    if not messages:
+        return
+    order: Order = messages[0]
+    work.order = order
+    storage = PosixStorage.of_descriptor(order.root, channel.take_fds()[0])
+    runner = Runner(storage, order.plan, work, channel.send, JobRecords(storage))
+    runner.serve(channel, messages[1:])

@@ -1,0 +1,469 @@
+"""A follower that runs a work for each tracked checkpoint, one at a time, with retries and a record.
+
+A user gives a ``Work``, which begins an attempt, and ``Records``, which keep the states where these are
+to survive a restart. ``core.jobs`` has all decisions, among them the order and the queue.
+
+Rules, beside those of ``follower``:
+
+- Each checkpoint ends as done, failed or missed, and ``tell`` hears of it. That is at least once: an
+  attempt without a record of its end is made again.
+- A record is durable before the state that it names begins. So a crash after the lease leaves a lease
+  that the next runner removes, and a crash after the record leaves an attempt that counts.
+- A lease is held from the first attempt until the last one's record is durable. A checkpoint that waits
+  has a lease only where the plan says so.
+- An attempt whose checkpoint is rolled back, or found damaged, is killed: its checkpoint is missed.
+- The runner ends when another owner has the root. The records are then that one's.
+- An error of an attempt, or of its begin, fails that attempt.
+- An error of the disk is told once, and the work is tried again. No other checkpoint waits for one whose
+  lease the disk refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.spawn import Channel
+from ckptfsm.core.documents import JobRecord, JobState
+from ckptfsm.core.errors import CkptFsmError, Fenced, StepNotFoundError, StorageError, describe
+from ckptfsm.core.jobs import (
+    Key,
+    Task,
+    after_attempt,
+    begin_again,
+    begun,
+    given_back,
+    is_there,
+    key_of,
+    missed,
+    pause_s,
+    settle,
+)
+from ckptfsm.core.layout import EPOCHS, READERS, LayoutName, parse_attempt, parse_reader
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.disk.durable import list_names
+from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.job_records import saved_since
+from ckptfsm.disk.journal import History
+from ckptfsm.disk.ownership import newest_epoch
+from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.disk.trash import remove_marker
+from ckptfsm.follow.follower import Follower
+
+_AFTER_TROUBLE = 5  # times look_s
+_WITHDRAWN = "its checkpoint was withdrawn while it ran"
+
+
+class Unfit(Exception):
+    """The work can never be done for this checkpoint, which is missed: the message says why."""
+
+
+class Attempt(Protocol):
+    """An attempt that was begun: a process, as a rule."""
+
+    def ended(self) -> str | None:
+        """None while it runs; then "" for success, or the reason."""
+
+    def watched(self) -> list[int]:
+        """Descriptors that can be read once there is something to do."""
+
+    def kill(self) -> str:
+        """Kill it, and wait for its end. Returns its last words."""
+
+
+class Work(Protocol):
+    """What is done with a checkpoint."""
+
+    def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> Attempt:
+        """Begin an attempt for the checkpoint at ``path``. Raises ``Unfit``; other errors fail it."""
+
+
+class Records:
+    """Records that end with this process. Those of ``jobs`` survive it."""
+
+    def begin(self) -> list[JobRecord]:
+        """The records of an earlier run, in no order."""
+        return []
+
+    def put(self, record: JobRecord) -> None: ...
+    def remove(self, record: JobRecord) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The settings of a runner.
+
+    ``leases`` begins the names of its leases. ``renew_s``: seconds between two renewals of the leases.
+    ``look_s``: seconds between two looks at the root. ``keeps_waiting``: what waits is leased, too.
+    """
+
+    epoch: int
+    layout: LayoutName
+    tasks: tuple[Task, ...]
+    leases: str
+    renew_s: float
+    look_s: float = 1.0
+    keeps_waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The owner closes: end after all that waits, at the latest in ``drain_s``."""
+
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """An error that delays the work. The same error is told once."""
+
+    words: str
+
+
+Message = JobRecord | Trouble  # a record: an attempt failed, or a task ended
+
+
+@dataclass(slots=True)
+class _Busy:
+    """The task that runs, or waits for its next attempt.
+
+    ``outcome``: the record to put when the attempt has ended.
+    """
+
+    task: Task
+    record: JobRecord
+    attempt: Attempt | None = None
+    not_before: float = 0.0
+    ends_at: float = 0.0
+    outcome: JobRecord | None = None
+
+
+class Runner(Follower):
+    """Runs ``work``, a small step at each ``turn``. ``tell`` takes the messages for the owner."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        plan: Plan,
+        work: Work,
+        tell: Callable[[Message], object],
+        records: Records | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(clock or SystemClock())
+        self._storage = storage
+        self._plan = plan
+        self._work = work
+        self._tell = tell
+        self._store = records or Records()
+        self._tasks = {task.name: task for task in plan.tasks}
+        self._nonce = f"{plan.leases}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._leases = 0
+        self._begun, self._at_start = False, True
+        self.records: dict[Key, JobRecord] = {}
+        self._checkpoints: Mapping[AttemptId, Checkpoint] = {}
+        self._saved: set[AttemptId] = set()
+        self._waiting: tuple[JobRecord, ...] = ()
+        self._held: dict[AttemptId, ReaderLease] = {}
+        self._renew_at = 0.0
+        self._busy: _Busy | None = None
+        self._look_at = 0.0
+        self._trouble = self._told = ""
+        self._changed = True  # the ledger or a record, since the last decision
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing runs or waits, as the last look showed."""
+        return self._begun and self._busy is None and not self._waiting and not self._trouble
+
+    def serve(self, channel: Channel, messages: Sequence[object] = ()) -> None:
+        """Work until the owner says ``Stop``, or another one has the root. ``messages`` came earlier."""
+        try:
+            self._serve(channel, messages)
+        except BaseException as error:
+            self.leave()
+            self.refuse(error)
+            if not isinstance(error, Fenced):
+                raise
+
+    def _serve(self, channel: Channel, messages: Sequence[object]) -> None:
+        until: float | None = None
+        listening = True
+        while True:
+            for message in messages:
+                if isinstance(message, Stop):
+                    until = self._clock.monotonic() + message.drain_s
+                    self._look_at, self._settled = 0.0, None
+            if not listening and until is None:  # the owner was killed: the attempt counts
+                self.leave()
+                return
+            if until is not None and (not listening or self._clock.monotonic() >= until):
+                break
+            self.turn()
+            if until is not None and self.idle:
+                break
+            self._wait(channel, until)
+            listening, messages = channel.receive(0)
+        self.end()
+
+    def turn(self) -> None:
+        """Look at the root if that is due, and attend to what runs."""
+        now = self._clock.monotonic()
+        try:
+            if now >= self._look_at:
+                self._look_at, self._trouble = now + self._plan.look_s, ""
+                self._look()
+            if self._begun:
+                self._attend(now)
+        except Fenced:
+            raise
+        except (OSError, CkptFsmError) as error:
+            self.refuse(error)
+        if not self._trouble:
+            self._told = ""
+
+    def end(self) -> None:
+        """Kill the attempt that runs; its checkpoint waits for the next owner."""
+        busy = self._busy
+        if busy is not None:
+            self._kill()
+            record = busy.outcome or given_back(busy.record)
+            self.records[key_of(record)] = record
+            self._store.put(record)
+        self.leave()
+
+    def leave(self) -> None:
+        """Kill the attempt that runs, and let go of all steps. The records are another owner's."""
+        self._kill()
+        self._busy = None
+        with ExitStack() as leases:  # each, also if others raise
+            while self._held:
+                leases.push(self._held.popitem()[1])
+
+    def _kill(self) -> None:
+        if self._busy is not None and self._busy.attempt is not None:
+            self._busy.attempt.kill()
+
+    def _wait(self, channel: Channel, until: float | None) -> None:
+        times = [self._look_at, *([self._renew_at] if self._held else [])]
+        watched, busy = [channel.fileno()], self._busy
+        if until is not None:
+            times.append(until)
+        if busy is not None and busy.attempt is not None:
+            times.append(busy.ends_at)
+            watched += busy.attempt.watched()
+        elif busy is not None and busy.outcome is None:
+            times.append(busy.not_before)
+        waiting = select.poll()
+        for fd in watched:
+            waiting.register(fd, select.POLLIN)
+        waiting.poll(1000 * max(0.0, min(times) - self._clock.monotonic()) + 1)
+
+    def refuse(self, error: BaseException) -> None:
+        later = self._clock.monotonic() + _AFTER_TROUBLE * self._plan.look_s
+        self._look_at = max(self._look_at, later)
+        self._trouble = describe(error)
+        if self._trouble != self._told:
+            self._told = self._trouble
+            self._tell(Trouble(self._trouble))
+
+    # ------------------------------------------------------------------------------------- a look
+
+    def _look(self) -> None:
+        self._check_epoch()
+        if not self._begun:
+            self._begin()
+        self.look(self._storage)
+        if self._changed:
+            self._settle()
+
+    def _check_epoch(self) -> None:
+        newest, epoch = newest_epoch(self._storage), self._plan.epoch
+        if newest == 0:  # the owner makes its file anew, or tells why it cannot
+            raise StorageError(f"the file of epoch {epoch} was deleted", file=EPOCHS)
+        if newest != epoch:
+            raise Fenced("another owner has the root", epoch=epoch, newest=newest)
+
+    def _begin(self) -> None:
+        """Take over the records of an earlier run, and remove the leases that it left."""
+        records = {key_of(each): each for each in self._store.begin()}
+        for name in list_names(self._storage, READERS):
+            if parse_reader(name) is not None and f".{self._plan.leases}" in name:
+                remove_marker(self._storage, f"{READERS}/{name}")
+        self.records = records
+        for changed in begin_again(self._plan.tasks, records.values()):
+            self._put(changed)
+        self._read(self._storage, read_tracker(self._storage).step)
+        self._begun = True
+
+    def _read(self, storage: Storage, named: int | None) -> None:
+        # Before the ledger, where all of these are then tracked, or gone.
+        self._saved = saved_since(storage, self._last_epoch())
+        super()._read(storage, named)
+
+    def hear(self, history: History, named: int | None) -> bool:
+        if history.ledger.checkpoints is not self._checkpoints:
+            self._checkpoints, self._changed = history.ledger.checkpoints, True
+        tracked = history.ledger.in_state(State.TRACKED)
+        return named is None or any(c.step == named for c in tracked)
+
+    def _last_epoch(self) -> int:
+        """The epoch of the oldest of the tasks' last records: later ones may have been pruned since."""
+        last: dict[str, int] = {}
+        for of, name in self.records:
+            last[name] = max(of.epoch, last.get(name, 0))
+        return min(last.values(), default=self._plan.epoch)
+
+    def _settle(self) -> None:
+        busy = self._busy
+        found = settle(
+            self._plan.tasks,
+            self.records.values(),
+            self._checkpoints,
+            busy.record if busy is not None else None,
+            self._saved,
+            at_start=self._at_start,
+        )
+        self._changed = bool(found.put)
+        for record in found.put:
+            self._put(record)
+        self._at_start = False
+        for record in found.removed:
+            self._store.remove(record)
+            del self.records[key_of(record)]
+        self._waiting = found.waiting
+        if busy is not None and not is_there(self._checkpoints.get(busy.record.of)):
+            self._withdraw(busy)
+        used = {each.of for each in (*self._waiting, *([busy.record] if busy is not None else []))}
+        for of in self._held.keys() - used:
+            self._let_go(of)
+
+    def _put(self, record: JobRecord) -> None:
+        """Make a record durable, and tell the owner of an end or a failure."""
+        self._changed = True
+        stamped = record.model_copy(update={"at": self._clock.wall()})
+        self._store.put(stamped)
+        self.records[key_of(record)] = stamped
+        failed = record.state is JobState.WAITING and bool(record.reason)
+        if failed or record.state in (JobState.DONE, JobState.FAILED, JobState.MISSED):
+            self._tell(stamped)
+
+    # ------------------------------------------------------------------------------------- leases
+
+    def due(self) -> Sequence[Checkpoint]:
+        of_all = dict.fromkeys(each.of for each in self._waiting if each.of not in self._held)
+        found = [self._checkpoints.get(of) for of in of_all]
+        return [each for each in found if each is not None and each.state is State.TRACKED]
+
+    def lease_on(self, storage: Storage, checkpoint: Checkpoint, late_s: float) -> ReaderLease:
+        self._leases += 1
+        return ReaderLease(
+            storage.root,
+            checkpoint.step,
+            layout=self._plan.layout,
+            storage=storage,
+            attempt=str(checkpoint.id),
+            nonce=f"{self._nonce}-{self._leases}",
+            visibility_timeout_s=late_s,
+            clock=self._clock,
+        )
+
+    def pass_over(self, checkpoint: Checkpoint, why: str) -> None:
+        for record in self._waiting:
+            if record.of == checkpoint.id:
+                self._put(missed(record, why))
+        self._waiting = tuple(each for each in self._waiting if each.of != checkpoint.id)
+
+    def _let_go(self, of: AttemptId) -> None:
+        self._held.pop(of).__exit__(None, None, None)
+
+    def _renew(self) -> None:
+        self._settled = None  # the tracker may have come to the same step again
+        for of, lease in list(self._held.items()):
+            try:
+                lease.renew()
+            except StepNotFoundError:  # rolled back, or found damaged: the journal will tell
+                if self._busy is not None and self._busy.record.of == of:
+                    self._withdraw(self._busy)
+                else:
+                    self._let_go(of)
+            except OSError as error:  # the others are to be renewed, too
+                self.refuse(error)
+
+    def _withdraw(self, busy: _Busy) -> None:
+        if busy.outcome is None:
+            self._kill()
+            busy.attempt, busy.outcome = None, missed(busy.record, _WITHDRAWN)
+
+    # ------------------------------------------------------------------------------------ attempts
+
+    def _attend(self, now: float) -> None:
+        if now >= self._renew_at:
+            self._renew_at = now + self._plan.renew_s
+            self._renew()
+        keeps = self._plan.keeps_waiting
+        if keeps or (self._busy is None and not self._held):
+            self._take_up(all_of_them=keeps)
+        busy = self._busy
+        if busy is None:
+            return
+        if busy.outcome is None and busy.attempt is None and now >= busy.not_before:
+            self._start(busy, now)
+        if busy.outcome is None and busy.attempt is not None:
+            self._watch(busy, busy.attempt, now)
+        if busy.outcome is not None:
+            self._finish(busy, busy.outcome, now)
+
+    def _take_up(self, *, all_of_them: bool) -> None:
+        """Lease what waits, the first or all, and let the first one with a lease begin."""
+        while (lease := self.take(self._storage)) is not None:
+            of = parse_attempt(lease.attempt)
+            assert of is not None
+            self._held[of] = lease
+            if not all_of_them:
+                break
+        for record in self._waiting:
+            if self._busy is None and record.of in self._held:
+                self._busy = _Busy(self._tasks[record.job], record)
+                self._waiting = tuple(each for each in self._waiting if each != record)
+
+    def _start(self, busy: _Busy, now: float) -> None:
+        record = begun(busy.record)
+        self._put(record)
+        busy.record = record
+        busy.ends_at = now + busy.task.timeout_s
+        path = self._held[record.of].path
+        try:
+            busy.attempt = self._work.begin(record, self._checkpoints[record.of], path)
+        except Unfit as error:
+            busy.outcome = missed(record, str(error))
+        except Exception as error:  # of the machine, or of the task's settings
+            busy.outcome = after_attempt(record, busy.task, describe(error))
+
+    def _watch(self, busy: _Busy, attempt: Attempt, now: float) -> None:
+        problem = attempt.ended()
+        if problem is None and now >= busy.ends_at:
+            words = attempt.kill()
+            problem = f"killed after {busy.task.timeout_s:g} s" + (f": {words}" if words else "")
+        if problem is not None:
+            busy.attempt, busy.outcome = None, after_attempt(busy.record, busy.task, problem)
+
+    def _finish(self, busy: _Busy, outcome: JobRecord, now: float) -> None:
+        self._put(outcome)
+        busy.record, busy.outcome = outcome, None
+        if outcome.state is JobState.WAITING:
+            busy.not_before = now + pause_s(busy.task, outcome.begun)
+            return
+        self._busy = None
+        self._look_at = 0.0
+        self._let_go(outcome.of)

@@ -1,1 +1,0 @@
-"""Runs the jobs of ``on_tracked`` beside the training."""
