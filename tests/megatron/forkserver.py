@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import selectors
@@ -30,6 +31,7 @@ def main() -> None:
     """Import everything a rank needs, say so, and serve until stdin ends."""
     import jobs  # noqa: F401  imports torch, megatron-core and ckptfsm
 
+    gc.freeze()  # or a collection in a rank looks at all of torch, and copies its pages
     _reply({"ready": os.getpid()})
     ranks: dict[int, int] = {}  # pidfd -> pid
     selector = selectors.DefaultSelector()
