@@ -68,6 +68,8 @@ GATE: Mapping[str, str] = MappingProxyType(
         "test_a_worker_that_is_killed_is_a_violation": "",
         # Two groups of the benchmarks, with real saves beside stock's, stay in another test.
         "test_every_group_reports_its_figures": "",
+        # The files of the tutorial run on one rank in `make test`, without a kill.
+        "test_the_tutorial": "",
         # The site needs packages that only `make gate` installs; links are checked in `make test` too.
         "test_the_site_is_built_strictly": "",
     }

@@ -476,15 +476,42 @@ with ckptfsm.CheckpointManager("root", retention=ckptfsm.LatestN(1)) as ckpts:
 """
 
 
+TUTORIAL = """
+import os, runpy, socket, sys
+from megatron.core import parallel_state
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = str(probe.getsockname()[1])
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+for name, text in FILES.items():
+    open(name, "w").write(text)
+sys.path.insert(0, os.getcwd())
+for steps in ("10", "20"):  # the second run resumes
+    os.environ["STEPS"] = steps
+    runpy.run_path("train.py", run_name="__main__")
+    parallel_state.destroy_model_parallel()
+own, sys.argv = sys.argv, ["elsewhere.py", "runs/tutorial/iter_0000020"]
+runpy.run_path("elsewhere.py", run_name="__main__")
+sys.argv = own
+"""
+
+
+def files_of_the_tutorial() -> dict[str, str]:
+    marks = [(mark, text) for _, mark, text in blocks(DOCS / "tutorial.md")]
+    return {m.removeprefix("file="): text for m, text in marks if m.startswith("file=")}
+
+
 @pytest.fixture(scope="module")
 def jobs_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all job snippets ran, and the save that is followed before them.
+    """Where all job snippets ran, a save that is followed, and the tutorial on one rank.
 
     All of them in one process: torch and megatron-core are slow to import.
     """
     place = tmp_path_factory.mktemp("jobs")
     (place / "driver.py").write_text(DRIVER)
-    snippets = {"followed": FOLLOWED, **dict(marked("run=job"))}
+    tutorial = f"FILES = {files_of_the_tutorial()!r}\n{TUTORIAL}"
+    snippets = {"followed": FOLLOWED, **dict(marked("run=job")), "tutorial": tutorial}
     (place / "snippets.json").write_text(json.dumps(snippets))
     files = [str(place / name) for name in ("driver.py", "snippets.json", ".", "results.json")]
     with (place / "output").open("wb") as output:
@@ -499,8 +526,11 @@ def jobs_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_job_snippets_run(jobs_ran: Path):
     """Catches: a snippet that is not true of the code."""
     results = json.loads((jobs_ran / "results.json").read_text())
-    assert set(results) == {"followed", *(name for name, _ in marked("run=job"))}
+    assert set(results) == {"followed", "tutorial", *(name for name, _ in marked("run=job"))}
     assert [problem for problem in results.values() if problem] == []
+    printed = (jobs_ran / "output").read_text(errors="replace")
+    assert "step 11 loss" in printed and "loaded step 20; next loss" in printed
+    assert printed.count("step 1 loss") == 1, "the second run of the tutorial resumed"
 
 
 @pytest.mark.megatron
@@ -557,9 +587,8 @@ def await_words(place: Path, job: subprocess.Popen, words: str) -> str:
 @pytest.mark.megatron
 def test_the_tutorial(tmp_path):
     """The tutorial as a reader follows it: train, kill -9, look, train on, load with stock code."""
-    for _, mark, text in blocks(DOCS / "tutorial.md"):
-        if mark.startswith("file="):
-            (tmp_path / mark.removeprefix("file=")).write_text(text)
+    for name, text in files_of_the_tutorial().items():
+        (tmp_path / name).write_text(text)
     job = torchrun(tmp_path, 2, "train.py", STEPS="5000")
     try:
         rest = await_words(tmp_path, job, "rank 1 is pid ")
