@@ -33,7 +33,7 @@ def main() -> None:
 
     # Half of the import of megatron-core, and a quarter of the memory that each fork maps, is the
     # compiler, which it asks for some fused functions. No checkpoint depends on it.
-    torch.compile = _as_it_is
+    torch.compile = as_it_is
     import jobs  # noqa: F401  imports torch, megatron-core and ckptfsm
 
     gc.freeze()  # or a collection in a rank looks at all of torch, and copies its pages
@@ -71,9 +71,9 @@ def main() -> None:
                     _reply({"forked": pid})
 
 
-def _as_it_is(function: Any = None, **_: Any) -> Any:
+def as_it_is(function: Any = None, **_: Any) -> Any:
     """Stands for ``torch.compile``, also as a decorator with settings."""
-    return _as_it_is if function is None else function
+    return as_it_is if function is None else function
 
 
 def _reply(message: Mapping[str, Any]) -> None:
