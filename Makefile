@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SITE_STAMP := $(VENV)/.installed-for-site
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
+# More workers than cores wait for each other, and each collects all tests.
+PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc) --dist worksteal
 PROOF := PYTHONPATH=tests $(BIN)/python -m proof
 HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.

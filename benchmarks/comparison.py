@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from benchmarks.measure import MS, Figure, in_unit
-from benchmarks.one_save import PLACES, WARM_UP_ROUNDS, Sample
+from benchmarks.one_save import PLACES, Sample
 from benchmarks.sides import ManagerSide
 from benchmarks.state import MIXED_TENSORS, Kind
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -94,12 +94,12 @@ def times_of(samples: Sequence[Sample]) -> Times:
     return [(sample.stall_s, sample.loadable_s) for sample in samples]
 
 
-def time_in_states(workload: Workload, side: ManagerSide) -> list[Figure]:
+def time_in_states(workload: Workload, side: ManagerSide, warm_up_rounds: int) -> list[Figure]:
     """The time in each state from ``save`` to tracked (ms), as the journal tells it."""
     storage = PosixStorage(side.root, create=False)
     lasted: dict[State, list[float]] = {state: [] for state in _STATES}
     try:
-        for lane in place(read_lives(storage)).lanes[WARM_UP_ROUNDS:]:
+        for lane in place(read_lives(storage)).lanes[warm_up_rounds:]:
             for entry, start, stop in lane.spans():
                 if entry.state in lasted:
                     lasted[entry.state].append(stop - start)

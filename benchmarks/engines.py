@@ -76,7 +76,7 @@ def compare(
             figures += full_figures(workload, samples)
             for side in sides:
                 if isinstance(side, ManagerSide):
-                    figures += time_in_states(workload, side)
+                    figures += time_in_states(workload, side, options.warm_up_rounds)
     return figures
 
 

@@ -40,6 +40,11 @@ class Options:
     busy_s: float = 5.0
     poll_interval_s: float = 0.002
 
+    @property
+    def warm_up_rounds(self) -> int:
+        """Rounds that are not measured: two, but none before a few samples."""
+        return min(2, self.pairs // 4)
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:

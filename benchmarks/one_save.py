@@ -24,7 +24,6 @@ from benchmarks.sides import Side
 from benchmarks.state import TrainingState
 
 PLACES = ("save()", "the pass", "before_update()", "the update")
-WARM_UP_ROUNDS = 2
 _USUAL = 3
 
 
@@ -71,11 +70,11 @@ def save_in_turns(
     """
     between = Pass(work_s * options.state_bytes / (1 << 30))
     samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
-    for number in range(WARM_UP_ROUNDS + options.pairs):
+    for number in range(options.warm_up_rounds + options.pairs):
         for side in sides if number % 2 == 0 else reversed(sides):
             sample = save_once(side, number + 1, state, between, options.poll_interval_s)
             _clear(side)
-            if number >= WARM_UP_ROUNDS:
+            if number >= options.warm_up_rounds:
                 samples[side.name].append(sample)
     return samples
 

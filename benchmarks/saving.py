@@ -26,7 +26,6 @@ from benchmarks.state import TrainingState
 _SAVE_TARGET = 1.05
 _LOADABLE_TARGET = 1.10
 _USUAL_UPDATES = 3
-_WARM_UP_PAIRS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,11 @@ def run(options: Options) -> list[Figure]:
     state = TrainingState(options.state_bytes)
     samples: dict[str, list[Sample]] = {"stock": [], "ckptfsm": []}
     with both_sides(options.work) as sides:
-        for pair in range(_WARM_UP_PAIRS + options.pairs + options.pairs % 2):
+        for pair in range(options.warm_up_rounds + options.pairs + options.pairs % 2):
             for side in sides if pair % 2 == 0 else reversed(sides):
                 sample = save_once(side, pair + 1, state, options.poll_interval_s)
                 side.clear()
-                if pair >= _WARM_UP_PAIRS:
+                if pair >= options.warm_up_rounds:
                     samples[side.name].append(sample)
     return _figures(samples["ckptfsm"], samples["stock"])
 

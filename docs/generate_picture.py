@@ -14,6 +14,7 @@ import argparse
 import ast
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,6 +41,7 @@ ROOMS: Mapping[str, str] = MappingProxyType(
 )
 
 
+@cache
 def imports(package: Path) -> dict[str, set[str]]:
     """The rooms that each room imports from."""
     found: dict[str, set[str]] = {room: set() for room in ROOMS}

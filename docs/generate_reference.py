@@ -13,6 +13,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +85,7 @@ _WARNINGS = (
 )
 
 
+@cache
 def reference_markdown() -> str:
     """The whole reference as one page."""
     lines = ["# Reference", "", _NOTICE, ""]
@@ -262,6 +264,7 @@ def _module(module: str, names: Sequence[str]) -> list[str]:
     return lines
 
 
+@cache
 def _tree(module: str) -> ast.Module:
     """The source of a module of this package, which is not imported."""
     spec = find_spec("ckptfsm")

@@ -6,11 +6,12 @@ module fixtures. A test that damages or invents a journal on purpose says so, wi
 
     @pytest.mark.damages_journal("cuts a record in two")
 
-Where several processes share the tests (``-n 3``), each one tells the first what it judged.
+Where several processes share the tests (``-n 2``), each one tells the first what it judged.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import weakref
@@ -41,6 +42,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(JournalWatch(config), "journal-watch")
     profiles.register()
     settings.load_profile("pr")  # the same examples every time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests live to the end. No collection of garbage looks at them again: it takes long,
+    and in a forked child it copies their pages."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 class JournalWatch:

@@ -124,6 +124,8 @@ class Story:
             if len(storage.calls) - 1 - already == self.sweep.index:
                 self.sweep.struck = True
                 self._strike(code, path)
+        if not storage.hooks:
+            return
         before = list(self.runs)
         try:
             for hook in list(storage.hooks):

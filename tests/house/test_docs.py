@@ -55,7 +55,7 @@ UNTIDY = {
 FENCE = re.compile(r"^```(\S*)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PLACE = re.compile(r"`((?:\w+/)*\w+\.py)`((?:,? `[A-Za-z_][\w.]*`)*)")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def name_of(page: Path) -> str:
@@ -132,65 +132,6 @@ def test_a_guide_names_places_that_are_there(page):
             missing.append((file, name))
     assert missing == []
     assert len(found) >= 3
-
-
-FOLLOWED = """
-import json, os, sys, threading, warnings
-
-warnings.simplefilter("ignore")
-import ckptfsm, torch
-from megatron.core.dist_checkpointing import ShardedTensor
-
-base, here, calls = os.path.dirname(ckptfsm.__file__) + os.sep, os.getpid(), []
-
-
-def note(frame, event, _):
-    code = frame.f_code
-    if event == "call" and code.co_filename.startswith(base) and os.getpid() == here:
-        calls.append((code.co_filename.removeprefix(base), code.co_name))
-
-
-def state(step):
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(step)))}
-
-
-threading.setprofile(note)  # before the coordinator's thread begins
-with ckptfsm.CheckpointManager("root", retention=ckptfsm.LatestN(1)) as ckpts:
-    ckpts.save(1, state(1)).wait()
-    del calls[:]
-    sys.setprofile(note)
-    ckpts.save(2, state(2)).wait()
-    sys.setprofile(None)
-    json.dump(calls, open("calls.json", "w"))
-"""
-
-
-@pytest.mark.megatron
-def test_a_save_takes_the_steps_of_the_architecture_in_their_order(tmp_path):
-    """Catches: a page about one save that tells of a way which saves do not take any more."""
-    done = subprocess.run(
-        [sys.executable, "-c", FOLLOWED],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    calls = [tuple(call) for call in json.loads((tmp_path / "calls.json").read_text())]
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| ([\w ]+) \| [^|]+ \| ([^|]+) \|$", text, re.M)
-    assert [int(number) for number, *_ in rows] == list(range(1, 13))
-    after = 0
-    for number, where, code in rows:
-        found = [
-            (file, name.rpartition(".")[2])
-            for file, names in PLACE.findall(code)
-            for name in re.findall(r"`([\w.]+)`", names)
-            if name.rpartition(".")[2].islower()  # no class, no table
-        ]
-        if where != "writers":  # they are other processes
-            assert set(found) <= set(calls), f"step {number}"
-            after = calls.index(found[0], after) + 1  # ValueError: not after the step before
 
 
 def test_every_fault_is_explained_and_tested():
@@ -476,12 +417,16 @@ def test_light_snippets_run(name, text, tmp_path, monkeypatch):
 
 
 DRIVER = """
-import json, os, sys, traceback, warnings
+import json, multiprocessing, os, sys, traceback, warnings
 
 warnings.filterwarnings("ignore", module=r"megatron\\\\.|torch\\\\.")
 
 
 def main():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Stock code spawns this process, which imports torch anew.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     results = {}
     for name, text in json.load(open(sys.argv[1])).items():
         place = os.path.join(sys.argv[2], name.replace("/", "_"))
@@ -500,25 +445,112 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.megatron
-def test_job_snippets_run(tmp_path):
-    """Catches: a snippet that is not true of the code.
+FOLLOWED = """
+import json, os, sys, threading
 
-    All of them in one process and one test: torch and megatron-core are slow to import.
+import ckptfsm, torch
+from megatron.core.dist_checkpointing import ShardedTensor
+
+base, here, calls = os.path.dirname(ckptfsm.__file__) + os.sep, os.getpid(), []
+
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(base) and os.getpid() == here:
+        calls.append((code.co_filename.removeprefix(base), code.co_name))
+
+
+def state(step):
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(step)))}
+
+
+threading.setprofile(note)  # before the coordinator's thread begins
+with ckptfsm.CheckpointManager("root", retention=ckptfsm.LatestN(1)) as ckpts:
+    ckpts.save(1, state(1)).wait()
+    del calls[:]
+    sys.setprofile(note)
+    ckpts.save(2, state(2)).wait()
+    sys.setprofile(None)
+    threading.setprofile(None)
+    json.dump(calls, open("calls.json", "w"))
+"""
+
+
+TUTORIAL = """
+import os, runpy, socket, sys
+from megatron.core import parallel_state
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = str(probe.getsockname()[1])
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+for name, text in FILES.items():
+    open(name, "w").write(text)
+sys.path.insert(0, os.getcwd())
+for steps in ("10", "20"):  # the second run resumes
+    os.environ["STEPS"] = steps
+    runpy.run_path("train.py", run_name="__main__")
+    parallel_state.destroy_model_parallel()
+own, sys.argv = sys.argv, ["elsewhere.py", "runs/tutorial/iter_0000020"]
+runpy.run_path("elsewhere.py", run_name="__main__")
+sys.argv = own
+"""
+
+
+def files_of_the_tutorial() -> dict[str, str]:
+    marks = [(mark, text) for _, mark, text in blocks(DOCS / "tutorial.md")]
+    return {m.removeprefix("file="): text for m, text in marks if m.startswith("file=")}
+
+
+@pytest.fixture(scope="module")
+def jobs_ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all job snippets ran, a save that is followed, and the tutorial on one rank.
+
+    All of them in one process: torch and megatron-core are slow to import.
     """
-    place = tmp_path
+    place = tmp_path_factory.mktemp("jobs")
     (place / "driver.py").write_text(DRIVER)
-    (place / "snippets.json").write_text(json.dumps(dict(marked("run=job"))))
+    tutorial = f"FILES = {files_of_the_tutorial()!r}\n{TUTORIAL}"
+    snippets = {"followed": FOLLOWED, **dict(marked("run=job")), "tutorial": tutorial}
+    (place / "snippets.json").write_text(json.dumps(snippets))
     files = [str(place / name) for name in ("driver.py", "snippets.json", ".", "results.json")]
     with (place / "output").open("wb") as output:
         subprocess.run(
             [sys.executable, *files], stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
         )
-    found = place / "results.json"
-    assert found.exists(), (place / "output").read_text(errors="replace")[-4000:]
-    results = json.loads(found.read_text())
-    assert set(results) == {name for name, _ in marked("run=job")}
+    assert (place / "results.json").exists(), (place / "output").read_text(errors="replace")[-4000:]
+    return place
+
+
+@pytest.mark.megatron
+def test_job_snippets_run(jobs_ran: Path):
+    """Catches: a snippet that is not true of the code."""
+    results = json.loads((jobs_ran / "results.json").read_text())
+    assert set(results) == {"followed", "tutorial", *(name for name, _ in marked("run=job"))}
     assert [problem for problem in results.values() if problem] == []
+    printed = (jobs_ran / "output").read_text(errors="replace")
+    assert "step 11 loss" in printed and "loaded step 20; next loss" in printed
+    assert printed.count("step 1 loss") == 1, "the second run of the tutorial resumed"
+
+
+@pytest.mark.megatron
+def test_a_save_takes_the_steps_of_the_architecture_in_their_order(jobs_ran: Path):
+    """Catches: a page about one save that tells of a way which saves do not take any more."""
+    calls = [tuple(call) for call in json.loads((jobs_ran / "followed/calls.json").read_text())]
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([\w ]+) \| [^|]+ \| ([^|]+) \|$", text, re.M)
+    assert [int(number) for number, *_ in rows] == list(range(1, 13))
+    after = 0
+    for number, where, code in rows:
+        found = [
+            (file, name.rpartition(".")[2])
+            for file, names in PLACE.findall(code)
+            for name in re.findall(r"`([\w.]+)`", names)
+            if name.rpartition(".")[2].islower()  # no class, no table
+        ]
+        if where != "writers":  # they are other processes
+            assert set(found) <= set(calls), f"step {number}"
+            after = calls.index(found[0], after) + 1  # ValueError: not after the step before
 
 
 def torchrun(place: Path, ranks: int, *arguments: str, **environment: str) -> subprocess.Popen:
@@ -555,9 +587,8 @@ def await_words(place: Path, job: subprocess.Popen, words: str) -> str:
 @pytest.mark.megatron
 def test_the_tutorial(tmp_path):
     """The tutorial as a reader follows it: train, kill -9, look, train on, load with stock code."""
-    for _, mark, text in blocks(DOCS / "tutorial.md"):
-        if mark.startswith("file="):
-            (tmp_path / mark.removeprefix("file=")).write_text(text)
+    for name, text in files_of_the_tutorial().items():
+        (tmp_path / name).write_text(text)
     job = torchrun(tmp_path, 2, "train.py", STEPS="5000")
     try:
         rest = await_words(tmp_path, job, "rank 1 is pid ")

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import Cluster, ForkServer, Gate
+from forkserver import as_it_is
+
+torch.compile = (
+    as_it_is  # before a test imports megatron-core: each fork of this process is cheaper
+)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import selectors
@@ -28,8 +29,14 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Import everything a rank needs, say so, and serve until stdin ends."""
+    import torch
+
+    # Half of the import of megatron-core, and a quarter of the memory that each fork maps, is the
+    # compiler, which it asks for some fused functions. No checkpoint depends on it.
+    torch.compile = as_it_is
     import jobs  # noqa: F401  imports torch, megatron-core and ckptfsm
 
+    gc.freeze()  # or a collection in a rank looks at all of torch, and copies its pages
     _reply({"ready": os.getpid()})
     ranks: dict[int, int] = {}  # pidfd -> pid
     selector = selectors.DefaultSelector()
@@ -62,6 +69,11 @@ def main() -> None:
                     ranks[pidfd] = pid
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                     _reply({"forked": pid})
+
+
+def as_it_is(function: Any = None, **_: Any) -> Any:
+    """Stands for ``torch.compile``, also as a decorator with settings."""
+    return as_it_is if function is None else function
 
 
 def _reply(message: Mapping[str, Any]) -> None:

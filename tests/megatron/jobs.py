@@ -1129,14 +1129,13 @@ def work_in_a_group(here: Here, root: str, ticket: str, engine: str) -> list[str
     given: Ticket = pickle.loads(base64.b64decode(ticket))
     state = state_of(given.of.step, here)
     events = worker.write(given, parts={"model/dist_ckpt": state, "extra/dist_ckpt": {"a": 1}})
-    said = list(events)
     for _ in range(MANY_STEPS):
-        if any(isinstance(e, (ShardReported, Failed)) for e in said):
+        if any(isinstance(e, (ShardReported, Failed)) for e in events):
             break
         time.sleep(PACE_S)
-        said += worker.poll()
+        events = worker.poll()  # all that it has to say, from the beginning
     if engine != "fork":
         assert worker._share.writer is not None
         assert isinstance(worker._share.writer.process, WriteJob), "it was forked"
     worker.close()
-    return [base64.b64encode(pickle.dumps(event)).decode() for event in said]
+    return [base64.b64encode(pickle.dumps(event)).decode() for event in events]

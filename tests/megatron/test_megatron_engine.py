@@ -64,19 +64,18 @@ def test_files_are_those_of_a_forked_writer(cluster: Cluster, tmp_path: Path, en
 def test_where_memory_cannot_be_read_files_are_the_same(
     cluster: Cluster, tmp_path: Path, engine: str
 ) -> None:
-    """Catches: a container that refuses ``process_vm_readv``, and writes other bytes, or forks."""
+    """Their bytes are those of a forked writer, which stock code loads. Catches: a container that
+    refuses ``process_vm_readv``, and writes other bytes, or forks."""
     root = tmp_path / engine
-    cluster.run("save_steps", root=str(tmp_path / "fork"), steps=[1, 2], rows=30000, engine="fork")
+    cluster.run("save_steps", root=str(tmp_path / "fork"), steps=[1, 2], rows=20000, engine="fork")
     for rank in cluster.run(
-        "engine_jobs.save_refused", root=str(root), steps=[1, 2], rows=30000, engine=engine
+        "engine_jobs.save_refused", root=str(root), steps=[1, 2], rows=20000, engine=engine
     ):
         assert (rank["errors"], rank["all"]) == ([None] * 2, [1, 2])
         assert len(rank["children"]) == 1, "one writer process stays"
     for file in path_of(tmp_path / "fork", 2).iterdir():
         if file.suffix == ".distcp":
             assert (path_of(root, 2) / file.name).read_bytes() == file.read_bytes(), file.name
-    directory = str(path_of(root, 2))
-    assert cluster.run("stock_load", directory=directory, step=2, rows=30000) == [True, True]
 
 
 @pytest.mark.parametrize("refuse", [False, True])
@@ -86,9 +85,9 @@ def test_a_shared_optimizer_is_gated_where_memory_cannot_be_read(
     """Catches: a copy of state that the writer process shares; a torn one; a step that leaves the
     shared memory; a gate that is open while it is read."""
     job = "engine_jobs.save_shared"
-    settings = {"size": 8 * MIB_OF_FLOATS, "refuse": refuse, "engine": "gated"}
+    settings = {"size": 2 * MIB_OF_FLOATS, "refuse": refuse, "engine": "gated"}
     for rank in cluster.run(job, root=str(root), **settings):
-        assert rank["shared"] == 3 * 8 * MIB_OF_FLOATS * 4
+        assert rank["shared"] == 3 * 2 * MIB_OF_FLOATS * 4
         assert rank["equal"] == [True, True]
         assert rank["gated"] == [True, True]
         assert rank["arenas"] == [False, False]
@@ -184,7 +183,7 @@ def test_f1_a_stopped_writer_meets_its_deadline(cluster: Cluster, root: Path) ->
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_checkpoint_is_torn(cluster: Cluster, root: Path, engine: str) -> None:
     """Catches: a gate that opens early; memory that is read after it may change."""
-    settings = {"saves": 15, "size": 4 * MIB_OF_FLOATS, "engine": engine}
+    settings = {"saves": 5, "size": 4 * MIB_OF_FLOATS, "engine": engine}
     assert cluster.run("engine_jobs.update_as_early_as_allowed", root=str(root), **settings) == [
         [],
         [],
@@ -197,7 +196,7 @@ def test_a_state_that_changes_too_early_fails_its_save(
 ) -> None:
     """Catches: a torn checkpoint that is tracked, because a trainer forgot ``before_update``."""
     job = "engine_jobs.update_too_early"
-    for rank in cluster.run(job, root=str(root), how=how, size=16 * MIB_OF_FLOATS):
+    for rank in cluster.run(job, root=str(root), how=how, size=4 * MIB_OF_FLOATS):
         assert rank["failed"] is not None
         assert rank["failed"]["facts"]["reason"] == "state_changed"
         assert "before the writer had read it" in rank["failed"]["text"]

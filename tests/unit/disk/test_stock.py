@@ -646,7 +646,7 @@ HOSTILE = {  # name: (file, what the reason says)
     "nested lists": (b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", "no Metadata"),
     "nested marks": (b"\x80\x04" + b"(" * DEEP + b"t" * DEEP + b".", "no Metadata"),
     "nested stubs": (
-        b"ctorch\nSize\n" * DEEP + b")R" + b"\x85R" * (DEEP - 1) + b".",
+        b"ctorch\nSize\n" * 30_000 + b")R" + b"\x85R" * 29_999 + b".",  # a call of Python for each
         "no Metadata",
     ),
     # would ask a standard unpickler for 64 GiB
