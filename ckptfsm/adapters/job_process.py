@@ -43,7 +43,7 @@ _OF_THE_TRAINER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class JobCall:
     """The work of an attempt: a program, or else a function, for the checkpoint at ``path``."""
 
     path: str
@@ -71,7 +71,7 @@ class JobProcess:
 
     def __init__(
         self,
-        call: Call,
+        call: JobCall,
         environment: Mapping[str, str],
         imports: Sequence[str],
         cwd: str,

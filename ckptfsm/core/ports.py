@@ -580,7 +580,7 @@ class Survey(NamedTuple):
     stored: Mapping[str, frozenset[str]]
 
 
-class Reading(Protocol):
+class VerifiedReading(Protocol):
     """Files of a checkpoint that one rank reads whole, verified while their data go into its state.
 
     ``files`` are their names, relative to the step's directory.
@@ -663,7 +663,7 @@ class Driver(Protocol):
         location: str,
         parts: Mapping[str, tuple[str, Any]],
         files: Sequence[FileEntry],
-    ) -> Reading | None:
+    ) -> VerifiedReading | None:
         """Plan to read whole files into the state that this rank wants. Local, changes nothing.
 
         ``location`` is the step's directory; ``parts`` are directories below it, and states. None

@@ -22,8 +22,8 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import JobState
 from ckptfsm.core.errors import ConfigError, describe
 from ckptfsm.core.ports import Storage
-from ckptfsm.follow.jobs import Order
-from ckptfsm.follow.runner import Message, Plan, Stop, Trouble
+from ckptfsm.follow.jobs import JobOrder
+from ckptfsm.follow.runner import FollowPlan, Message, Stop, Trouble
 
 log = logging.getLogger("ckptfsm")
 _STARTS = 3  # of the process, in the life of a manager
@@ -54,9 +54,9 @@ class JobsBeside:
         self._fds = [os.dup(fd) for fd in storage.descriptors()[:1]]
         if not self._fds:
             raise ConfigError("on_tracked needs a root on a disk", key="on_tracked")
-        self._order = Order(
+        self._order = JobOrder(
             storage.root,
-            Plan(epoch, config.layout, config.on_tracked, "job-", renewal_s(config)),
+            FollowPlan(epoch, config.layout, config.on_tracked, "job-", renewal_s(config)),
             config.on_tracked,
             tuple(import_path()),
             str(Path.cwd()),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfsm.adapters.job_process import Call, JobProcess, environment_of_job
+from ckptfsm.adapters.job_process import JobCall, JobProcess, environment_of_job
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.documents import JobRecord, encode
@@ -25,20 +25,20 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import TEMPORARY, list_names, make_dirs, put
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.trash import remove_marker
-from ckptfsm.follow.runner import Plan, Records, Runner
+from ckptfsm.follow.runner import FollowPlan, Records, Runner
 
 _NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobOrder:
     """The work of the process, sent first and with the descriptor of ``root``.
 
     ``imports`` and ``cwd`` are the trainer's. Attempts ignore the signals ``ignored``.
     """
 
     root: str
-    plan: Plan
+    plan: FollowPlan
     jobs: tuple[Job, ...]
     imports: tuple[str, ...]
     cwd: str
@@ -49,7 +49,7 @@ class JobWork:
     """Runs a job's command in a process of its own, see ``runner.Work``."""
 
     def __init__(self) -> None:
-        self.order: Order | None = None
+        self.order: JobOrder | None = None
         self._newest: JobProcess | None = None
 
     def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> JobProcess:
@@ -59,7 +59,7 @@ class JobWork:
         command, step = job.command, record.step
         function, program = (command, ()) if isinstance(command, str) else ("", command)
         arguments = tuple(with_placeholders(program, path, step))
-        call = Call(path, step, dict(checkpoint.metrics), arguments, function)
+        call = JobCall(path, step, dict(checkpoint.metrics), arguments, function)
         variables = environment_of_job(os.environ, order.root, job.environment)
         self._newest = JobProcess(call, variables, order.imports, order.cwd, order.ignored)
         return self._newest
@@ -111,7 +111,7 @@ def main() -> None:
         listening, messages = channel.receive(None)
     if not messages:
         return
-    order: Order = messages[0]
+    order: JobOrder = messages[0]
     work.order = order
     storage = PosixStorage.of_descriptor(order.root, channel.take_fds()[0])
     runner = Runner(storage, order.plan, work, channel.send, JobRecords(storage))

@@ -98,7 +98,7 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FollowPlan:
     """The settings of a runner.
 
     ``leases`` begins the names of its leases. ``renew_s``: seconds between two renewals of the leases.
@@ -152,7 +152,7 @@ class Runner(Follower):
     def __init__(
         self,
         storage: Storage,
-        plan: Plan,
+        plan: FollowPlan,
         work: Work,
         tell: Callable[[Message], object],
         records: Records | None = None,

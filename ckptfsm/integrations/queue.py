@@ -72,7 +72,7 @@ Verdict = Literal["running", "failed", "written"]
 
 
 @dataclass(slots=True)
-class _Call:
+class _QueuedCall:
     """A scheduled request on this rank. ``child`` is None where there is nothing to write."""
 
     index: int
@@ -116,7 +116,7 @@ class _Filling:
     indices: list[int] = field(default_factory=list)
 
 
-def _fork(call: _Call, request: Any) -> None:
+def _fork(call: _QueuedCall, request: Any) -> None:
     """Stage the request of a call and fork its writer."""
     made = make_request(request) if callable(request) else request
     call.request = stage_request(f"call {call.index}", made)
@@ -154,7 +154,7 @@ class AsyncCallsQueue:
         self._config = require_fork(config_of(config, settings), "megatron-core's requests")
         self._staging = staging
         self._transport: Transport | None = None
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_QueuedCall] = deque()
         self._dying: list[Child] = []
         self._last = -1
         self._finalized: list[int] = []
@@ -189,7 +189,7 @@ class AsyncCallsQueue:
         if self._process is None:
             self._process = os.getpid()
             warn_at_end(self, _never_finalized, self._numbers)
-        call = _Call(self._last, time.monotonic() + self._config.writer_timeout_s)
+        call = _QueuedCall(self._last, time.monotonic() + self._config.writer_timeout_s)
         self._calls.append(call)
         self._numbers.add(call.index)
         try:
@@ -199,7 +199,7 @@ class AsyncCallsQueue:
             raise
         return call.index
 
-    def _write(self, call: _Call, request: Any) -> None:
+    def _write(self, call: _QueuedCall, request: Any) -> None:
         """Load, make the request, fork, offload. Offloads in any case."""
         try:
             if self._staging is not None and callable(request):
@@ -209,14 +209,14 @@ class AsyncCallsQueue:
             if self._staging is not None:
                 self._attempt(call, "offload_failed", self._staging.offload)
 
-    def _load(self, call: _Call, staging: OffloadHook) -> None:
+    def _load(self, call: _QueuedCall, staging: OffloadHook) -> None:
         """Load on all ranks; if one fails, none makes its request, which may hold collectives."""
         self._attempt(call, "load_failed", staging.load)
         problem = self._shared(call, no_dist=False)
         if problem is not None:
             raise problem
 
-    def _attempt(self, call: _Call, reason: str, work: Callable[[], object]) -> None:
+    def _attempt(self, call: _QueuedCall, reason: str, work: Callable[[], object]) -> None:
         """Run ``work`` and carry its error to the next exchange: the other ranks must not wait."""
         try:
             work()
@@ -272,7 +272,7 @@ class AsyncCallsQueue:
         """True in a process that was forked by the process with the calls."""
         return self._process not in (None, os.getpid())
 
-    def _take_call(self, *, last: bool = False) -> _Call:
+    def _take_call(self, *, last: bool = False) -> _QueuedCall:
         call = self._calls.pop() if last else self._calls.popleft()
         self._numbers.discard(call.index)
         return call
@@ -334,7 +334,7 @@ class AsyncCallsQueue:
                 problem = problem or error
         return problem
 
-    def _verdict(self, call: _Call, blocking: bool, no_dist: bool) -> Verdict:
+    def _verdict(self, call: _QueuedCall, blocking: bool, no_dist: bool) -> Verdict:
         """The state of the writers of all ranks. Bounded by the deadline of each writer.
 
         An interrupt of one rank is raised there, ``RankInterrupted`` elsewhere; the call stays.
@@ -353,7 +353,7 @@ class AsyncCallsQueue:
             time.sleep(pause)
         return "running"
 
-    def _run_finalizers(self, call: _Call) -> None:
+    def _run_finalizers(self, call: _QueuedCall) -> None:
         """Run the finalizers, once (I6). All ranks are here, since finalizers hold collectives."""
         assert call.request is not None
         try:
@@ -366,7 +366,7 @@ class AsyncCallsQueue:
             call.problem = SaveFailed(f"finalizers: {describe(error)}", reason="finalizers")
             call.problem.__cause__ = error
 
-    def _shared(self, call: _Call, no_dist: bool) -> SaveFailed | None:
+    def _shared(self, call: _QueuedCall, no_dist: bool) -> SaveFailed | None:
         """The error of a call on any rank, the same on all of them."""
         transport = self._open_transport()
         if not self._any([call.problem is not None], no_dist)[0]:
@@ -389,7 +389,7 @@ class AsyncCallsQueue:
         assert self._transport is not None, "made when the first request was scheduled"
         return self._transport
 
-    def _drop(self, call: _Call) -> None:
+    def _drop(self, call: _QueuedCall) -> None:
         """End the writer of a call that will not be finalized."""
         if call.child is not None and not call.child.kill(timeout_s=0.0):
             self._dying.append(call.child)

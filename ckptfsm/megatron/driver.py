@@ -50,7 +50,7 @@ from ckptfsm.megatron.read_back import ReadBack, misfit_of
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
-    Share,
+    PartShare,
     finish_part,
     keeps_common_in_shard,
     stage_part,
@@ -108,7 +108,7 @@ class MegatronDraft:
             value = self.values[spec.name]
             if spec.format is TORCH_DIST:
                 plan = planned[spec.name] if self.rank == spec.first_rank else None
-                share = Share(spec, drafts[spec.name], self.rank, plan, self.common_in_shard)
+                share = PartShare(spec, drafts[spec.name], self.rank, plan, self.common_in_shard)
                 if templates is None:
                     jobs.append(stage_part(share))
                 else:

@@ -29,7 +29,7 @@ from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.device_copies import StateCopy, version_of
-from ckptfsm.megatron.torch_dist import Row, Share, exact, to_host
+from ckptfsm.megatron.torch_dist import PartShare, Row, exact, to_host
 from ckptfsm.writers.image import ImagePart
 
 SMALL_BYTES = 64 << 10
@@ -87,7 +87,7 @@ class Held:
 
 
 @no_warning_is_an_error()
-def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
+def stage_images(share: PartShare, templates: Templates, held: Held) -> ImagePart:
     """The images of a share. ``held.device`` is given the accelerator's tensors to be copied; the host
     copies the others now.
     """

@@ -67,7 +67,7 @@ def keeps_common_in_shard() -> bool:
     return series >= COMMON_IN_SHARD
 
 
-class Share(NamedTuple):
+class PartShare(NamedTuple):
     """The share of a rank in a part that is to be staged.
 
     ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first
@@ -82,7 +82,7 @@ class Share(NamedTuple):
 
 
 @no_warning_is_an_error()
-def stage_part(share: Share) -> TorchDistPart:
+def stage_part(share: PartShare) -> TorchDistPart:
     """Bring accelerator tensors to host memory, for a writer that is forked.
 
     CPU tensors stay, except in shared memory: the fork freezes them.

@@ -40,7 +40,7 @@ from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.coordinator_client import Answer, share_answer
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
-from ckptfsm.ranks.proposal import Call, words_of
+from ckptfsm.ranks.proposal import ProposedCall, words_of
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
 from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
@@ -112,7 +112,7 @@ class BaseGroupWorker:
 
     def _write(self, ticket: Ticket, shares: GroupParts, stage: OffloadTurn) -> None:
         """Plan with the group, stage and fork; an error becomes a report."""
-        call, step = Call(parts=shares.values), ticket.of.step
+        call, step = ProposedCall(parts=shares.values), ticket.of.step
         directories = tuple(shares.keys.values())
         proposed = self._share.propose(stage, step, call, directories=directories)
         draft, answer = proposed.draft, Answer()

@@ -34,7 +34,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import OffloadTurn
-from ckptfsm.ranks.proposal import Call
+from ckptfsm.ranks.proposal import ProposedCall
 from ckptfsm.ranks.restoring import warn_of_rest
 from ckptfsm.ranks.session import Session, whole_step
 from ckptfsm.ranks.share import Proposed
@@ -79,7 +79,7 @@ class Manager(Session):
                 return SaveHandle(step)
             self._participant.allocation.save_begins()
             self._share.clear()
-            call = Call(state, parts)
+            call = ProposedCall(state, parts)
             with OffloadTurn(self._ports.staging, self._ports.transport, step) as stage:
                 try:
                     handle, refused = self._begin(stage, step, call, metrics)
@@ -96,7 +96,7 @@ class Manager(Session):
             return handle
 
     def _begin(
-        self, stage: OffloadTurn, step: int, call: Call, metrics: Mapping[str, float] | None
+        self, stage: OffloadTurn, step: int, call: ProposedCall, metrics: Mapping[str, float] | None
     ) -> tuple[SaveHandle, BaseException | None]:
         """Draft, ask, stage and fork. Returns the handle and the refusal, the same on every rank."""
         proposed = self._share.propose(stage, step, call, metrics)

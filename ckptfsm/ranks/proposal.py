@@ -32,7 +32,7 @@ STATE = "state"  # the name of the part for a state without names
 _WORDS = 460  # characters of a refusal: a report puts a few words before them
 
 
-class Call(NamedTuple):
+class ProposedCall(NamedTuple):
     """The state, or the named parts, that a trainer gives to a save."""
 
     state: Any = None
@@ -94,7 +94,7 @@ def propose(
     driver: Driver,
     world_size: int,
     step: int,
-    call: Call,
+    call: ProposedCall,
     metrics: Mapping[str, float] | None,
 ) -> tuple[Draft | None, Proposal]:
     """Plan a save on this rank. An error becomes part of the proposal."""

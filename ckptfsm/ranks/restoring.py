@@ -1,7 +1,7 @@
 """Restore: choose, lease, verify, load. All ranks take every step together.
 
-A file that a rank reads whole is verified in that same pass, see ``ports.Reading``. Every other file
-is verified before anything is loaded.
+A file that a rank reads whole is verified in that same pass, see ``ports.VerifiedReading``. Every
+other file is verified before anything is loaded.
 
 Rules: nothing is returned before it was verified, and nothing is verified without a lease on it, so
 that it cannot be pruned meanwhile (F27). No object is unpickled, by us or by megatron-core, before
@@ -35,7 +35,7 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.layout import join
-from ckptfsm.core.ports import Driver, Pending, Ports, Reading, Storage, Survey, Transport
+from ckptfsm.core.ports import Driver, Pending, Ports, Storage, Survey, Transport, VerifiedReading
 from ckptfsm.core.requests import Located
 from ckptfsm.disk.durable import is_about_content
 from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
@@ -61,7 +61,7 @@ class _Verified:
     ``reading`` is this rank's, of files that are in ``readers``.
     """
 
-    reading: Reading | None = None
+    reading: VerifiedReading | None = None
     readers: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -159,7 +159,7 @@ class Restorer:
         readers = Counter(name for files in gathered or () for name in files)
         return _Verified(reading, self.transport.broadcast(dict(readers)))
 
-    def _plan_reading(self, located: Located, named: Mapping[str, Any]) -> Reading | None:
+    def _plan_reading(self, located: Located, named: Mapping[str, Any]) -> VerifiedReading | None:
         directories = {p.name: p.directory for p in located.parts if p.format.planned}
         parts = {
             name: (directories[name], value)

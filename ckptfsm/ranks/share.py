@@ -27,7 +27,7 @@ from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.comparing import Comparison, Difference
 from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
-from ckptfsm.ranks.proposal import Call, Proposal, agree, is_about_a_value, propose
+from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, is_about_a_value, propose
 from ckptfsm.writers.plain_files import around, at_path, planned_bytes
 from ckptfsm.writers.rank_writer import RankWriter
 
@@ -69,7 +69,7 @@ class Share:
         self,
         stage: OffloadTurn,
         step: int,
-        call: Call,
+        call: ProposedCall,
         metrics: Mapping[str, float] | None = None,
         directories: tuple[str, ...] = (),
     ) -> Proposed:

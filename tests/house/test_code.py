@@ -60,3 +60,13 @@ def test_every_module_has_a_docstring():
     """Catches: a module without its sentence of purpose."""
     found = [m for m in MODULES if tree(m).body and not ast.get_docstring(tree(m))]
     assert found == []
+
+
+def test_a_class_name_stands_once():
+    """Catches: two classes of one name, of which a reader or a search finds the wrong one."""
+    found: dict[str, list[str]] = {}
+    for module in MODULES:
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

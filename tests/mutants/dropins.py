@@ -11,7 +11,7 @@ _MANAGER = "tests:test_manager.py::"
 QUEUE = (
     mutant(
         "a-foreign-writers-exit-code-is-ignored",
-        "integrations.queue:_Call._judge",
+        "integrations.queue:_QueuedCall._judge",
         "elif outcome.succeeded:",
         "elif outcome is not None:",
         breaks="I6",
@@ -41,7 +41,7 @@ QUEUE = (
     ),
     mutant(
         "a-foreign-writer-has-no-deadline",
-        "integrations.queue:_Call.look",
+        "integrations.queue:_QueuedCall.look",
         "if outcome is None and time.monotonic() < self.deadline:",
         "if outcome is None:",
         breaks="I10",

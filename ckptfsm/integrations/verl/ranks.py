@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RemoteOrder:
     """A call that rank 0 makes in one rank: ``function(rank's worker, *arguments)``."""
 
     rank: int
@@ -47,10 +47,10 @@ class Answers:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class RemoteCall:
     """A call that was begun at rank 0; ``answer`` comes with the next exchange."""
 
-    order: Order
+    order: RemoteOrder
     answer: Answer | None = None
 
 
@@ -90,7 +90,7 @@ class Ranks:
     transport: Transport
     here: Any
     calls: OneCall = field(default_factory=_one_call)
-    _begun: list[Call] = field(default_factory=list)
+    _begun: list[RemoteCall] = field(default_factory=list)
     _leaving: BaseException | None = None  # an interrupt to raise at the end
 
     @property
@@ -125,14 +125,14 @@ class Ranks:
             raise error
         return told.value
 
-    def _answers(self, orders: Sequence[Order]) -> Answers:
+    def _answers(self, orders: Sequence[RemoteOrder]) -> Answers:
         """Make the calls for this rank, in order. Keep an interrupt for the end."""
         mine = [order for order in orders if order.rank == self.transport.rank]
         answers = tuple(self._answered(order) for order in mine)
         self._leaving = self._leaving or self.calls.hear()
         return Answers(answers, describe(self._leaving) if self._leaving is not None else "")
 
-    def _answered(self, order: Order) -> Answer:
+    def _answered(self, order: RemoteOrder) -> Answer:
         try:
             return Answer(order.function(self.here, *order.arguments))
         except RankFailed:  # no rank waits for an answer
@@ -147,13 +147,13 @@ class Ranks:
 
     # ---------------------------------------------------------------------- at rank 0: see ``Calls``
 
-    def submit(self, worker: int, function: Callable[..., Any], *arguments: Any) -> Call:
+    def submit(self, worker: int, function: Callable[..., Any], *arguments: Any) -> RemoteCall:
         """Queue a call for the next ``done``."""
-        call = Call(Order(worker, function, arguments))
+        call = RemoteCall(RemoteOrder(worker, function, arguments))
         self._begun.append(call)
         return call
 
-    def done(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+    def done(self, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteCall]:
         """Make the queued calls, in all ranks at once, within the transport's timeout.
 
         Raises an interrupt of this rank, and ``RankInterrupted`` for one of another.
@@ -178,7 +178,7 @@ class Ranks:
                     f"rank {rank} was interrupted: {answers.interrupted}", rank=rank
                 )
 
-    def result(self, call: Call) -> Any:
+    def result(self, call: RemoteCall) -> Any:
         answer = call.answer
         if answer is None:
             raise AssertionError("a call that was not made has no result")

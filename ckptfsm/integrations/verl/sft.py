@@ -107,7 +107,7 @@ class AskedByAll(Controller):
         return self._agree(work, *arguments)
 
 
-class Driver(Checkpoints):
+class RootOfSft(Checkpoints):
     """The checkpoints at rank 0: of a trainer with one role, at the top of a step's directory."""
 
     def __init__(self, trainer: Any, options: Options, ranks: Ranks) -> None:
@@ -162,7 +162,7 @@ class SftCheckpoints:
         transport = transport_of(self._config)
         self._ranks = Ranks(transport, Rank(self._handler))
         leads = transport.rank == 0
-        self.driver = Driver(trainer, options, self._ranks) if leads else None
+        self.driver = RootOfSft(trainer, options, self._ranks) if leads else None
 
     def save(self, step: int) -> None:
         """Begin a checkpoint; without ``checkpoint.async_save`` wait until it is tracked."""
@@ -224,9 +224,9 @@ class SftCheckpoints:
         if self.driver is not None:
             self.driver.abandon()
 
-    def _together(self, work: Callable[[Driver], Any]) -> Any:
+    def _together(self, work: Callable[[RootOfSft], Any]) -> Any:
         """Run ``work`` with rank 0's driver; every rank returns its result or raises its error."""
-        return self._ranks.together(partial(work, cast(Driver, self.driver)))  # called at rank 0
+        return self._ranks.together(partial(work, cast(RootOfSft, self.driver)))  # called at rank 0
 
     # -------------------------------------------------------------------- in place of verl's handler
 

@@ -29,7 +29,7 @@ from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning,
 from ckptfsm.core.jobs import Task
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.follow.beside import renewal_s, tell
-from ckptfsm.follow.runner import Message, Plan, Runner, Stop, Trouble, Unfit
+from ckptfsm.follow.runner import FollowPlan, Message, Runner, Stop, Trouble, Unfit
 from ckptfsm.integrations.verl.mirror import Mirror, Upload, manifest_of
 from ckptfsm.ranks.controller import Controller
 
@@ -83,7 +83,7 @@ class Uploads:
         self.told: SimpleQueue[Message] = SimpleQueue()
         self._storage = PosixStorage(root, create=False)
         self.work = UploadWork(root, mirror, recovery.epoch)
-        plan = Plan(
+        plan = FollowPlan(
             recovery.epoch,
             "verl",
             (_TASK,),

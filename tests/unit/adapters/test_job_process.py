@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ckptfsm.adapters.job_process import Call, JobProcess, environment_of_job
+from ckptfsm.adapters.job_process import JobCall, JobProcess, environment_of_job
 
 WAIT_S = 60.0
 FUNCTIONS = """
@@ -38,7 +38,7 @@ def start(tmp_path):
     made: list[JobProcess] = []
 
     def started(*program: str, function: str = "", ignored=(), **more: str) -> JobProcess:
-        call = Call("/root/iter_0000007", 7, {"loss": 0.5}, program, function)
+        call = JobCall("/root/iter_0000007", 7, {"loss": 0.5}, program, function)
         imports = [str(tmp_path), *sys.path]
         variables = environment_of_job(os.environ, "/root", more)
         made.append(JobProcess(call, variables, imports, str(tmp_path), ignored))
@@ -152,13 +152,13 @@ def test_an_attempt_hears_signals_but_those_that_are_the_trainers(start, number,
 @pytest.mark.parametrize("variables", [{"A=B": "1"}, {"": "1"}, {"A": "nul\0"}])
 def test_a_variable_that_no_process_can_have_is_an_error(tmp_path, variables):
     """Catches: a job that runs with another variable than was meant."""
-    call = Call("/root", 1, {}, ("true",))
+    call = JobCall("/root", 1, {}, ("true",))
     with pytest.raises(ValueError, match="NUL|no variable"):
         JobProcess(call, variables, sys.path, str(tmp_path))
 
 
 def test_a_directory_that_is_gone_is_an_error(tmp_path):
-    call = Call("/root", 1, {}, ("true",))
+    call = JobCall("/root", 1, {}, ("true",))
     with pytest.raises(OSError, match="gone"):
         JobProcess(call, os.environ, sys.path, str(tmp_path / "gone"))
 

@@ -25,8 +25,8 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.follow import follower
-from ckptfsm.follow.jobs import JobRecords, JobWork, Order
-from ckptfsm.follow.runner import Plan, Runner, Trouble
+from ckptfsm.follow.jobs import JobOrder, JobRecords, JobWork
+from ckptfsm.follow.runner import FollowPlan, Runner, Trouble
 
 WAIT_S = 60.0
 HELD = "echo {step} >> begun; read word < go; echo $word >> heard"
@@ -51,9 +51,11 @@ class Work:
 
     def __init__(self, root: Path, place: Path, *jobs: Job, epoch: int = 1) -> None:
         self.place, self.told, self.clock = place, [], Still()
-        plan = Plan(epoch, "megatron", jobs, "job-", 60.0, look_s=0.0)
+        plan = FollowPlan(epoch, "megatron", jobs, "job-", 60.0, look_s=0.0)
         self.attempts = JobWork()
-        self.attempts.order = Order(str(root), plan, jobs, (str(place), *import_path()), str(place))
+        self.attempts.order = JobOrder(
+            str(root), plan, jobs, (str(place), *import_path()), str(place)
+        )
         self.storage = PosixStorage(root)
         self.store = JobRecords(self.storage)
         self.runner = Runner(

@@ -11,7 +11,7 @@ import pytest
 from ckptfsm.core.errors import ConfigError, SaveRefused
 from ckptfsm.core.parts import AttemptId, OptionalPart, PartSpec, content_of
 from ckptfsm.core.requests import Accepted, SaveRequest
-from ckptfsm.ranks.proposal import Call, Proposal, agree, measured, name_parts, propose
+from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, measured, name_parts, propose
 
 STATE = PartSpec("state")
 ACTOR = PartSpec("actor", directory="actor")
@@ -103,7 +103,8 @@ def test_metrics_are_named_numbers():
 def test_a_proposal_says_all_that_the_draft_says():
     """Catches: a field of the draft that never reaches the coordinator."""
     trainer = Trainer(Drafted((ACTOR,), True, "sizes", 9))
-    draft, proposal = propose(trainer, 2, 5, Call(parts={"actor": 1, "critic": None}), {"loss": 1})
+    call = ProposedCall(parts={"actor": 1, "critic": None})
+    draft, proposal = propose(trainer, 2, 5, call, {"loss": 1})
     assert draft is trainer.drafted and trainer.asked == {"actor": 1, "critic": None}
     elsewhere = frozenset({"critic"})
     assert proposal == Proposal(5, 2, (ACTOR,), elsewhere, True, "sizes", 9, (("loss", 1.0),))
@@ -119,7 +120,7 @@ def test_a_proposal_says_all_that_the_draft_says():
 )
 def test_I10_an_error_on_one_rank_is_part_of_its_proposal(drafted, metrics, text, caplog):
     """Catches: a rank that raises before the exchange, and leaves the others waiting in it."""
-    draft, proposal = propose(Trainer(drafted), 2, 5, Call({}), metrics)
+    draft, proposal = propose(Trainer(drafted), 2, 5, ProposedCall({}), metrics)
     assert draft is None and text in proposal.error
     assert proposal == Proposal(5, 2, error=proposal.error)
     (record,) = caplog.records
@@ -130,7 +131,7 @@ def test_I10_an_error_on_one_rank_is_part_of_its_proposal(drafted, metrics, text
 def test_an_interrupt_is_no_proposal(error):
     """Catches: a Ctrl-C that becomes a refused save."""
     with pytest.raises(error):
-        propose(Trainer(error()), 1, 5, Call({}), None)
+        propose(Trainer(error()), 1, 5, ProposedCall({}), None)
 
 
 # -------------------------------------------------------------------------------------- agreeing
