@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
-from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.gate import Gate, GatedMemory
 from ckptfsm.megatron.mailbox import mailbox_of
-from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.manager import Manager
@@ -67,27 +65,6 @@ class CheckpointManager(Manager, Gate):
         if engine is not None:
             engine.hear = self._one_call.hear_exit
 
-    def share(self, state: Any) -> int:
-        """Move an offloaded optimizer's state into memory that the writer process shares (local).
-
-        ``state`` is a ``torch.optim.Optimizer`` with its parameters, or tensors, also in mappings and
-        iterables. Each tensor on the CPU keeps its identity and its values; its memory is another.
-        Give all tensors that share memory with each other: those left out keep the old memory.
-        Call it when the state exists: after the first step, or after ``restore``. Returns the bytes
-        that were moved. Tensors that are made later are read the usual way, and so are those that use
-        a part of a larger memory.
-
-        The moved storages cannot be resized: torch raises ``RuntimeError``.
-
-        The memory is given back when this manager is closed and the tensors are gone. A process that
-        the trainer forks shares it: no change of either is hidden from the other.
-
-        Raises ``ConfigError`` if ``state`` is something else, where writers are forked
-        (``engine="fork"``, another storage), or after 200 calls; ``OSError`` if the kernel has no such
-        memory. Nothing is moved then.
-        """
-        return share_with(self._engine, state, self.before_update)
-
 
 def ports_of(
     config: CheckpointConfig,
@@ -121,21 +98,6 @@ def _close(close_writers: Callable[[], None], copies: DeviceCopies) -> None:
     """End the writers, then give back the memory that they read."""
     close_writers()
     copies.close()
-
-
-def share_with(engine: WriteEngine | None, state: Any, before_update: Callable[[], None]) -> int:
-    """Move the tensors of ``state`` into a segment of the engine. See ``CheckpointManager.share``."""
-    if engine is None:
-        raise ConfigError("share needs a writer process: writers are forked here")
-    if not engine.may_lend:
-        raise ConfigError("share was called too often: give all tensors in one call")
-    tensors = tensors_of(state)
-    before_update()
-    segment = share(tensors)
-    if segment is None:
-        return 0
-    engine.lend(segment)
-    return segment.size
 
 
 def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteEngine | None:

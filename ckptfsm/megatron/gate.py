@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ckptfsm.megatron.shared_memory import tensors_of
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
 
 
@@ -70,6 +71,38 @@ class Gate(ABC):
         self._promise.everything = True
         if self._engine is not None:
             self._engine.expect_gate()
+
+    def share(self, state: Any) -> int:
+        """Move an offloaded optimizer's state into memory that the writer process shares (local).
+
+        ``state`` is a ``torch.optim.Optimizer`` with its parameters, or tensors, also in mappings and
+        iterables. Each tensor on the CPU keeps its identity and its values; its memory is another.
+        Give all tensors that share memory with each other: those left out keep the old memory.
+        Call it when the state exists: after the first step, or after ``restore``. Returns the bytes
+        that were moved. Tensors that are made later are read the usual way, and so are those that use
+        a part of a larger memory.
+
+        The moved storages cannot be resized: torch raises ``RuntimeError``.
+
+        The memory is given back when this object is closed and the tensors are gone. A process that
+        the trainer forks shares it: no change of either is hidden from the other.
+
+        Raises ``ConfigError`` if ``state`` is something else, where writers are forked
+        (``engine="fork"``, another storage), or after 200 calls; ``OSError`` if the kernel has no such
+        memory. Nothing is moved then.
+        """
+        engine = self._engine
+        if engine is None:
+            raise ConfigError("share needs a writer process: writers are forked here")
+        if not engine.may_lend:
+            raise ConfigError("share was called too often: give all tensors in one call")
+        tensors = tensors_of(state)
+        self.before_update()
+        segment = share(tensors)
+        if segment is None:
+            return 0
+        engine.lend(segment)
+        return segment.size
 
     def _before_step(self, *_: Any) -> None:
         self.before_update()

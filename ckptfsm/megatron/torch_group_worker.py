@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
-from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of, share_with
+from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of
 from ckptfsm.megatron.gate import Gate, GatedMemory
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 
@@ -54,18 +54,6 @@ class GroupWorker(BaseGroupWorker, Gate):
         if engine is not None:
             engine.hear = self._one_call.hear_exit
             engine.warm_up()
-
-    def share(self, state: Any) -> int:
-        """Move an offloaded optimizer's state into memory that the writer process shares (local).
-
-        The rules are those of ``CheckpointManager.share``: give all tensors that share memory with
-        each other, once the state exists. Returns the bytes that were moved. The memory is given back
-        when this worker is closed and the tensors are gone.
-
-        Raises ``ConfigError`` if ``state`` is neither an optimizer nor tensors, where writers are
-        forked, or after 200 calls; ``OSError`` if the kernel has no such memory. Nothing is moved then.
-        """
-        return share_with(self._engine, state, self.before_update)
 
 
 def _is_first() -> bool:
