@@ -32,7 +32,6 @@ from ckptfsm.core.lifecycle import (
     absent,
     absorb,
     apply,
-    find_row,
 )
 from ckptfsm.core.parts import MAX_STEP, AttemptId, check_parts
 
@@ -182,11 +181,12 @@ class Ledger:
                 f"{living.world_size}"
             )
             return Rejected(event, why, wrong_world_size=_can_fail(living))
-        if find_row(living, event) is None:
+        try:
+            return self.post(event)
+        except IllegalTransition:
             published = ", published" if living.published else ""
             why = f"{event.name} does not fit {living.state.value}{published}"
             return Rejected(event, why, late=_is_late(event, living.state))
-        return self.post(event)
 
     def absorb(self, events: Sequence[Event], start: int = 0) -> tuple[Ledger, int]:
         """Take the reports from ``start`` on that move no checkpoint to another state.
