@@ -525,7 +525,7 @@ def test_the_root_may_be_the_last_argument(command, tmp_path, capsys, monkeypatc
     root = real_root(tmp_path / "root", 10, 20, parts=TREE)
     monkeypatch.setenv("CKPTFSM_ROOT", str(real_root(tmp_path / "other", 1)))
     named = said(capsys, *command, "-r", root)
-    numbers = re.compile(r"[\d.]+ (ms|k?B|s)\b|_(free|latest_age|latest_state)\S* \S+")
+    numbers = re.compile(r"[\d.]+ (ms|[kM]?B|s)\b|_(free|latest_age|latest_state)\S* \S+")
     assert numbers.sub("", said(capsys, *command, root)) == numbers.sub("", named)
     status, _, err = ran(capsys, *command, root, "-r", tmp_path / "other")
     assert status == 2 and "the root" in err

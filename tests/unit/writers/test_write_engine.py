@@ -223,7 +223,7 @@ def test_a_copy_is_read_in_place_of_its_shared_segment():
     """Catches: an average in shared memory beside an optimizer's state, read while it is changed."""
     copies = [Span(1000, 100, 0, 0), Span(1150, 50, 0, 128)]
     segment, arena = SimpleNamespace(address=1000, size=300), SimpleNamespace(segment=None)
-    reading = write_job.Reading(1, True, segments=(segment,), arena=arena, copies=copies)
+    reading = write_job.MemoryRoute(1, True, segments=(segment,), arena=arena, copies=copies)
     assert sorted(reading.spans) == [
         Span(1000, 100, 0, 0),
         Span(1100, 50, 1, 100),
