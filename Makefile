@@ -43,7 +43,7 @@ layers: $(STAMP)
 
 # Other versions of megatron-core and of the trainers, each in its own environment. ONLY="ray verl": the
 # targets with these words in their names. The newest need python3.12; COMPLETE=1: it must be there.
-# WRITE=1: the table of README.md. DUE=1: those of each change, and those whose integration has changed.
+# WRITE=1: the table of docs/versions.md. DUE=1: those of each change, and those whose integration has changed.
 test-integrations: $(STAMP)
 	$(BIN)/python tests/integrations/run.py $(ONLY) $(if $(WRITE),--write) $(if $(DUE),--due) $(if $(COMPLETE),--complete)
 

@@ -45,7 +45,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "explain": ("reading", "Explain why a checkpoint is kept, and when it may go."),
         "verify": ("verifying", "Compare checkpoints with the digests in their manifests."),
         "doctor": ("examining", "Find damage, and tell the way out."),
-        "runbook": ("runbook", "Print the page about a finding of the doctor."),
+        "runbook": ("runbook", "Print what to do about a finding of the doctor."),
         "timeline": ("exporting", "Draw the life of each checkpoint as a page."),
         "trace": ("exporting", "Check the journal against the table of the life cycle."),
         "export": ("exporting", "Print metrics of a root in the format of Prometheus."),

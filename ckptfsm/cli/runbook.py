@@ -1,7 +1,8 @@
-"""``ckptfsm runbook``: the pages for the person who is called at night, where no repository is."""
+"""``ckptfsm runbook``: what to do about a finding, for the night, where no repository is."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,20 +13,19 @@ from ckptfsm.core.errors import ConfigError
 from ckptfsm.views.timeline import clean
 
 _PAGES = Path(__file__).resolve().parents[1] / "runbook"  # in a checkout, a link to docs/runbook
-_FIRST = "README"
+_SECTION = re.compile(r"^## (.*)\n(?:(?!## ).*\n)*", re.M)
+_CODE = typer.Argument(help="The code of a finding; without it, where to begin.")
 
 
 def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: ckptfsm runbook disk-full")(runbook)
 
 
-def runbook(
-    code: Annotated[
-        str, typer.Argument(help="The code of a finding; without it, where to begin.")
-    ] = (_FIRST),
-) -> None:
-    """Print the page of a finding: what it means, how to look, what to do."""
-    known = sorted(page.stem for page in _PAGES.glob("*.md") if page.stem != _FIRST)
-    if code not in (_FIRST, *known):
-        raise ConfigError(f"no page {clean(code)!r}; there are: {', '.join(known)}")
-    put((_PAGES / f"{code}.md").read_text(encoding="utf-8").splitlines())
+def runbook(code: Annotated[str | None, _CODE] = None) -> None:
+    """Print about a finding: what it means, what is lost, what to do."""
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted(_PAGES.glob("*.md"))}
+    first = pages.pop("README")
+    known = {found[1]: found[0] for page in pages.values() for found in _SECTION.finditer(page)}
+    if code is not None and code not in known:
+        raise ConfigError(f"nothing about {clean(code)!r}; there are: {', '.join(sorted(known))}")
+    put((first if code is None else known[code].rstrip()).splitlines())

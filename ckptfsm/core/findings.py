@@ -31,7 +31,7 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding. ``code`` names its page in the runbook; ``remedy`` is a command or an advice."""
+    """A finding. ``code`` names its section in the runbook; ``remedy`` is a command or an advice."""
 
     code: str
     severity: Severity
@@ -80,7 +80,7 @@ _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last co
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
-_PUT_FILE_BACK = "put that file back before any start, if a copy has it; see the page"
+_PUT_FILE_BACK = "put that file back before any start, if a copy has it; see the runbook"
 _MEND = "mend what the error names, then see in ckptfsm ls that a step is tracked"
 _WAIT = "nothing now, the job lives: its next save and start repair this"
 _ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
@@ -111,7 +111,7 @@ BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
         "never_in_use": (
             "directory-newer-than-tracker",
             _BROKEN,
-            "move it out of the root; to use it, see the page",
+            "move it out of the root; to use it, see the runbook",
         ),
         "unknown_and_complete": ("directory-to-adopt", _REPAIRED, _START),
         "unknown": ("directory-unknown", _NOTE, _MOVE_OUT),

@@ -29,7 +29,7 @@ right has no such history, which shows that the model is not red by itself.
 from the public reports and contain no code of those projects.
 
 What was reported of verl and of Megatron also runs as a scenario against the drop-in: that for
-[verl](verl.md), for [Megatron-LM](megatron-lm.md), or the [queue](queue.md).
+[verl](verl.md), for [Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue).
 The column "tests" names them.
 
 The last column says whether it is still so in {VERSIONS}.

@@ -36,13 +36,6 @@ def test_the_navigation_names_every_page():
     assert set(navigation()) == pages
 
 
-def test_the_navigation_has_the_runbook_in_its_order():
-    """Catches: a page of the runbook that stands in its table, and not where it is looked for."""
-    table = (ROOT / "docs/runbook/README.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| \[[\w-]+\]\(([\w-]+\.md)\)", table, re.M)
-    assert [n.rpartition("/")[2] for n in navigation() if "/runbook/" in n] == ["README.md", *told]
-
-
 def test_a_code_block_of_the_site_has_no_mark():
     """Catches: a mark for the tests that the site takes for text, so that the block is none."""
     allowed = re.compile(r'```(?:\w+(?: title="[\w./-]+")?)?')

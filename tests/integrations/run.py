@@ -8,7 +8,7 @@ installed is an error. A Python that is not on this machine leaves its targets o
 
     python tests/integrations/run.py [WORD ...]      the targets with a WORD in their names
 
-    python tests/integrations/run.py --write         all, and the table in README.md from the results
+    python tests/integrations/run.py --write         all, and the table in docs/versions.md from them
 
     python tests/integrations/run.py --due           what each change runs: the oldest and the newest of
         each trainer, without the tests of stock code, and all targets of which ``ran.json`` does not say
@@ -535,7 +535,7 @@ BEGIN, END = "<!-- what ran: written by tests/integrations/run.py -->", "<!-- en
 
 
 def table(ran: dict[str, dict[str, object]]) -> str:
-    """The table of README.md."""
+    """The table of docs/versions.md."""
     rows = ["| target | Python | with | ran | seconds | MB | on |", "|---|---|---|---|---|---|---|"]
     for name, found in ran.items():
         packages = found["packages"]
@@ -561,10 +561,10 @@ def table(ran: dict[str, dict[str, object]]) -> str:
 
 def write_table(ran: dict[str, dict[str, object]]) -> None:
     RAN.write_text(json.dumps(ran, indent=1) + "\n")
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
+    page = ROOT / "docs/versions.md"
+    before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{table(ran)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{table(ran)}\n{END}{after}")
 
 
 def due(ran: dict[str, dict[str, object]]) -> list[Target]:
@@ -575,7 +575,7 @@ def due(ran: dict[str, dict[str, object]]) -> list[Target]:
             f"=== {len(more)} targets more: since they ran, ckptfsm/integrations, adapters/versions.py "
             f"or tests/integrations has changed: {', '.join(more)}.\n"
             "=== Whoever changes these runs `make test-integrations COMPLETE=1 WRITE=1` and commits "
-            "ran.json and README.md; until then each run of the CI takes them all."
+            "ran.json and versions.md; until then each run of the CI takes them all."
         )
     return [
         t

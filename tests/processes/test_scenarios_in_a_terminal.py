@@ -1,7 +1,7 @@
 """Broken roots, taken back to training in a terminal of 80 columns, by the commands it prints.
 
 Each scenario types commands into a shell, parses the way out from the screen, and types it as it
-stands there. The page of the runbook that the screen names has to tell of that command, too.
+stands there. The section of the runbook that the screen names has to tell of that command, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAME = "\x1b[31mred\x1b[2J\x07"
 class Scenario:
     """A fault as a reader meets it.
 
-    ``code`` names its page, ``would`` is in the words of ``explain --resume`` before the repair.
+    ``code`` names its section, ``would`` is in the words of ``explain --resume`` before the repair.
     ``way_out`` are the commands that the screens print one after the other, ``step`` is the end.
     """
 

@@ -454,7 +454,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             disk.uproot(name)
 
     def a_way_out_works(self, said: str) -> None:
-        """As ``docs/starts.md`` has it: begin afresh, or set aside what the refusal asks about."""
+        """As ``docs/failures.md`` has it: begin afresh, or set aside what the refusal asks about."""
         fork = self.disk.fork()
         for _ in range(2):
             job = self.new_run(fork, "fresh")

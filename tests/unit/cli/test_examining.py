@@ -582,13 +582,27 @@ def codes_in(path: Path) -> set[str]:
     return {str(code.value) for code in made if isinstance(code, ast.Constant)}
 
 
-def test_each_finding_has_a_page_in_the_runbook_and_each_page_a_finding():
+def test_each_finding_has_a_section_in_the_runbook_and_each_section_a_finding():
+    """Catches: a finding that nothing explains; one that stands with those of a lesser severity."""
     told = codes_in(Path(findings.__file__)) | codes_in(Path(examining.__file__))
     told |= {code for code, _, _ in BY_RULE.values()}
     assert told >= {"nothing-to-resume-from", "journal-damaged", "save-interrupted", "disk-full"}
+    worst = {
+        code: min((s for c, s, _ in BY_RULE.values() if c == code), key=list(Severity).index)
+        for code, _, _ in BY_RULE.values()
+    }
     pages = {path.stem: path.read_text() for path in (ROOT / "docs/runbook").glob("*.md")}
-    index = pages.pop("README")
-    assert set(pages) == told
-    assert set(re.findall(r"^\| \[([\w-]+)\]\(\1\.md\)", index, re.M)) == told
-    # The page of a finding shows the finding, as the doctor prints it.
-    assert [code for code in told if f"see: ckptfsm runbook {code}" not in pages[code]] == []
+    index = re.findall(r"\[([\w-]+)\]\((\w+)\.md#\1\)", pages.pop("README"))
+    assert set(pages) == {severity.name.lower() for severity in Severity}
+    # A section begins with its finding, as the doctor prints it.
+    sections = [
+        (code, severity)
+        for severity in Severity
+        for code in re.findall(
+            rf"^## (.*)\n\n```\n{severity.value}: ", pages[severity.name.lower()], re.M
+        )
+    ]
+    assert sum(page.count("\n## ") for page in pages.values()) == len(sections) == len(told)
+    assert set(dict(sections)) == told
+    assert [(code, severity.name.lower()) for code, severity in sections] == index
+    assert {code: dict(sections)[code] for code in worst} == worst

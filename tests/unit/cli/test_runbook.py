@@ -1,4 +1,4 @@
-"""``ckptfsm runbook``: the pages that findings name, also where no repository is."""
+"""``ckptfsm runbook``: what findings send their reader to, also where no repository is."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ PAGES = {page.name: page.read_text(encoding="utf-8") for page in REPOSITORY.glob
 
 
 def test_each_page_is_printed_whole(capsys):
-    """Catches: a page that is cut, or another page than the finding's."""
+    """Catches: a section that is cut, or another one than the finding's."""
     assert said(capsys, "runbook") == PAGES["README.md"]
-    for name, text in PAGES.items():
-        assert said(capsys, "runbook", name.removesuffix(".md")) == text
+    for name in ("broken.md", "repaired.md", "note.md"):
+        beginning, *sections = PAGES[name].split("\n## ")
+        printed = [said(capsys, "runbook", each.partition("\n")[0]) for each in sections]
+        assert "\n".join([beginning, *printed]) == PAGES[name]
 
 
-@pytest.mark.parametrize("code", ("no-such-page", "../cli", "disk-full.md", ""))
+@pytest.mark.parametrize("code", ("no-such-code", "../cli", "disk-full.md", "README", "broken", ""))
 def test_an_unknown_code_is_answered_with_those_that_there_are(code, capsys):
     status, out, err = ran(capsys, "runbook", code)
     assert (status, out) == (2, "") and "disk-full" in err
