@@ -222,7 +222,7 @@ def parse_job(name: str) -> tuple[AttemptId, str] | None:
 
 
 def tracker_text(step: int) -> bytes:
-    """The tracker's content as we write it: trainers end theirs without a newline (decision 23)."""
+    """The tracker's content as we write it: trainers end theirs without a newline (decision 7)."""
     return b"%d\n" % step
 
 

@@ -5,7 +5,7 @@ A single rank and part on a simulated disk. Every run of ours may die, or meet a
 call; a stock trainer saves steps, power fails, shards rot, and a person spoils the tracker. The
 model knows only the fate of each content, and judges the disk by names and bytes.
 
-Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions/0022``):
+Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions/0007``):
 
 * A stock save at a step that we had published: recovery may take it aside, whole. The same goes for
   an adopted step that was damaged before, if a start was cut short in between. A directory that it
@@ -590,7 +590,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.destroyed(step)
         self.disk.uproot(MEGATRON.published_name(step))
         self.stock(step, tracked, synced)
-        if before in self.loose and not self.copies[before].ours:  # not told apart: see decision 22
+        if before in self.loose and not self.copies[before].ours:  # not told apart: see decision 7
             self.loose.add(self.look().shard(step))
 
     def one_of(self, names: list[str], back: int) -> int | None:

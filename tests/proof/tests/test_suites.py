@@ -61,7 +61,7 @@ def test_the_machines_are_driven_deep(suite, labels):
 
 @pytest.mark.parametrize("call, power", [(48, 4), (48, 6), (49, 5), (49, 7)])
 def test_I8_power_shows_a_step_of_a_fresh_start_at_both_names(call, power):
-    """Found by a release run. Catches: a machine that expects more than decision 22 promises."""
+    """Found by a release run. Catches: a machine that expects more than decision 7 promises."""
     machine = RecoveryMachine()
     machine.begin(saved=0, adopted=1, keep=None)
     machine.leave(closes=False, blow=None)
