@@ -64,13 +64,13 @@ class ReplayedPart(PartJob):
 
     name: str
     directory: str
-    files: tuple[tuple[str, bytes], ...]
+    contents: tuple[tuple[str, bytes], ...]
     results: tuple[tuple[Any, ...], ...]
 
     def write(self, storage: Storage, location: str) -> Written:
         make_dirs(storage, PLANNED, base=location)
         entries = []
-        for name, content in self.files:
+        for name, content in self.contents:
             shard = ShardFile(storage, join(location, name))
             shard.write(content)
             entries.append(shard.close_durably(name))
@@ -111,8 +111,8 @@ def _record_part(root: Path) -> ReplayedPart:
     directory = root / MEGATRON.published_name(1)
     path = directory / receipt_name(_PART, 0)
     receipt = decode(Receipt, path.read_bytes(), str(path))
-    files = tuple((f.name, (directory / f.name).read_bytes()) for f in receipt.files)
-    return ReplayedPart(_PART, "", files, receipt.results)
+    contents = tuple((f.name, (directory / f.name).read_bytes()) for f in receipt.files)
+    return ReplayedPart(_PART, "", contents, receipt.results)
 
 
 def build_root(root: Path, count: int, part: ReplayedPart) -> list[float]:
