@@ -13,7 +13,7 @@ FILES = sorted(TESTS.rglob("test_*.py"))
 
 
 def test_names_of_test_files_are_unique():
-    """Catches: two files of one name, of which pytest imports one, and mutants ask either."""
+    """Catches: two files of one name, of which pytest imports one."""
     count = Counter(path.name for path in FILES)
     assert [name for name, number in count.items() if number > 1] == []
 

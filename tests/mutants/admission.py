@@ -12,7 +12,6 @@ MUTANTS = (
         "if space.free:",
         breaks="F5",
         source="F5",
-        killers=("tests:test_admission.py", "tests:test_coordinator.py"),
         why="a save that was never going to fit fills the disk",
     ),
     mutant(
@@ -22,7 +21,6 @@ MUTANTS = (
         "return expected",
         breaks="F5",
         source="F5",
-        killers=("tests:test_admission.py", "tests:test_controller.py"),
         why="the parts of groups and foreign requests begin on a full disk",
     ),
     mutant(
@@ -32,7 +30,6 @@ MUTANTS = (
         "enough = space.given_up > 0",
         breaks="I7",
         source="I7",
-        killers=("tests:test_admission.py", "tests:test_coordinator.py"),
     ),
     mutant(
         "pruned-for-room-before-the-newest-was-read",
@@ -41,7 +38,6 @@ MUTANTS = (
         "return True",
         breaks="I2",
         source="F21",
-        killers=("tests:disk_full/nothing_is_pruned_for_room_before_the_newest_was_read",),
         why="restore finds the newest one damaged, and nothing is left to fall back to",
     ),
     mutant(
@@ -56,7 +52,6 @@ MUTANTS = (
         ),
         breaks="I7",
         source="I7",
-        killers=("tests:test_coordinator.py",),
     ),
     mutant(
         "room-is-made-of-the-last-tracked-one",
@@ -73,7 +68,6 @@ MUTANTS = (
         ),
         breaks="I7",
         source="I7",
-        killers=("tests:test_coordinator.py",),
     ),
     mutant(
         "names-that-were-compared-count-as-content",
@@ -82,12 +76,6 @@ MUTANTS = (
         "whole = True",
         breaks="I2",
         source="F21",
-        killers=(
-            (
-                "tests:test_manager.py::"
-                "test_F5_a_restart_that_keeps_fewer_makes_room_once_it_has_restored"
-            ),
-        ),
         why="a checkpoint of which only the names were compared lets the older ones go",
     ),
     mutant(
@@ -97,9 +85,6 @@ MUTANTS = (
         "if True:",
         breaks="F5",
         source="F5",
-        killers=(
-            "tests:test_manager.py::test_F5_training_goes_on_without_a_save_that_has_no_room",
-        ),
         why="a job that asked to be warned ends on a full disk",
     ),
 )

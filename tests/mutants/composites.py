@@ -16,7 +16,6 @@ MUTANTS = (
         "results = [rows]",
         breaks="I3",
         source="order",
-        killers=("tests:test_controller.py::test_two_groups_and_a_file_make_one_checkpoint",),
         why="the metadata lacks the shards of the other ranks",
     ),
     mutant(
@@ -26,9 +25,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="F1",
-        killers=(
-            "tests:test_controller.py::test_F1_workers_that_say_nothing_are_not_awaited_for_ever",
-        ),
     ),
     mutant(
         "dead-workers-are-awaited",
@@ -37,9 +33,6 @@ MUTANTS = (
         "elif False:",
         breaks="I10",
         source="F1",
-        killers=(
-            "tests:test_controller.py::test_F1_a_dead_worker_fails_the_save_and_training_goes_on",
-        ),
     ),
     mutant(
         "any-answer-counts-for-what-is-in-flight",
@@ -50,7 +43,6 @@ MUTANTS = (
         "flight = self._flights.get(event.of)",
         breaks="I5",
         source="F11",
-        killers=("simulation", _HEARD_LATE),
         why="a late answer is taken for the newest attempt's",
     ),
     mutant(
@@ -60,7 +52,6 @@ MUTANTS = (
         "flight = self._flights.get(event.of, next(reversed(self._flights.values()), None))",
         breaks="I5",
         source="F11",
-        killers=("simulation", _HEARD_LATE),
         why="a rank that has written the older one is taken to have written the newer, too",
     ),
     mutant(
@@ -70,7 +61,6 @@ MUTANTS = (
         "",
         breaks="I5",
         source="F11",
-        killers=("simulation", _HEARD_LATE),
     ),
     mutant(
         "doomed-writers-write-on",
@@ -79,7 +69,6 @@ MUTANTS = (
         "pass",
         breaks="F13",
         source="F13",
-        killers=("tests:test_controller.py::test_F13_the_writer_of_a_failed_attempt_is_ended",),
         why="a writer that is not ended is reported gone",
     ),
     mutant(
@@ -94,7 +83,6 @@ MUTANTS = (
         ),
         breaks="F23",
         source="F23",
-        killers=("tests:test_composite.py", "simulation"),
     ),
     mutant(
         "half-of-an-optional-part-is-published",
@@ -108,7 +96,6 @@ MUTANTS = (
         ),
         breaks="I4",
         source="F23",
-        killers=("tests:test_composite.py",),
     ),
     mutant(
         "a-root-is-opened-under-other-names",
@@ -117,7 +104,6 @@ MUTANTS = (
         "if False:",
         breaks="I2",
         source="F30",
-        killers=("tests:test_composite.py",),
         why="every checkpoint seems to be missing, and is withdrawn",
     ),
     mutant(
@@ -127,7 +113,6 @@ MUTANTS = (
         "if proposal.step != first.step:",
         breaks="I3",
         source="F10",
-        killers=("tests:test_composite.py",),
     ),
     mutant(
         "a-part-that-nobody-writes-is-complete",
@@ -136,7 +121,6 @@ MUTANTS = (
         "if False:",
         breaks="I3",
         source="F10",
-        killers=("tests:test_composite.py",),
     ),
     mutant(
         "a-tree-is-not-made-durable",
@@ -145,7 +129,6 @@ MUTANTS = (
         "",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_composite.py",),
     ),
     mutant(
         "a-ticket-counts-twice",
@@ -154,7 +137,6 @@ MUTANTS = (
         "if False:  # a call",
         breaks="I4",
         source="F11",
-        killers=("tests:test_controller.py::test_I4_a_call_that_is_tried_again_writes_nothing",),
         why="a call that an orchestrator tries again writes into a directory published meanwhile",
     ),
     mutant(
@@ -169,9 +151,6 @@ MUTANTS = (
         ),
         breaks="I4",
         source="review",
-        killers=(
-            "tests:test_controller.py::test_I8_a_controller_does_not_finish_parts_that_need_torch",
-        ),
     ),
     mutant(
         "readers-share-a-lease",
@@ -180,7 +159,6 @@ MUTANTS = (
         'lease = f"{READERS}/{step}.{tag}.json"',
         breaks="F27",
         source="F27",
-        killers=("tests:test_controller.py::test_F27_two_readings_of_one_step_keep_it_both",),
     ),
     mutant(
         "shares-replace-each-other",
@@ -189,7 +167,6 @@ MUTANTS = (
         "keys = {f\"{part.name}.{key.replace('/', '.')}\".rstrip(\".\"): key for key in named}",
         breaks="I3",
         source="review",
-        killers=("tests:test_controller.py::test_shares_whose_names_are_alike_are_all_there",),
     ),
     mutant(
         "the-values-of-one-rank-are-everybodys",
@@ -198,7 +175,6 @@ MUTANTS = (
         "if False:",
         breaks="F31",
         source="review",
-        killers=("tests:test_comparing.py",),
         why="a position that differs by rank is kept for all ranks, without a word",
     ),
     mutant(
@@ -208,7 +184,6 @@ MUTANTS = (
         "return TreePart(spec.name, spec.directory, emptied=join(PRIVATE, apart))",
         breaks="I3",
         source="review",
-        killers=("tests:test_composite.py::test_I3_every_rank_writes_files_of_a_tree",),
         why="a receipt vouches for a file that another host is still writing",
     ),
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mutants.loader import mutant
 
-_SEARCH = ("suites", "exhaustive", "simulation")
-
 TABLE = (
     mutant(
         "pruned-though-kept",
@@ -14,7 +12,6 @@ TABLE = (
         "event.newer_step > checkpoint.step",
         breaks="I7",
         source="table",
-        killers=_SEARCH,
     ),
     mutant(
         "keep-one-deletes-itself",
@@ -29,7 +26,6 @@ TABLE = (
         ),
         breaks="I7",
         source="verl (open): keep=1 deletes itself",
-        killers=("exhaustive", "fieldbugs", "suites"),
     ),
     mutant(
         "cleaned-though-published",
@@ -38,7 +34,6 @@ TABLE = (
         "return checkpoint.gone ==",
         breaks="I1",
         source="table",
-        killers=_SEARCH,
     ),
     mutant(
         "cleaned-under-living-writers",
@@ -47,7 +42,6 @@ TABLE = (
         "return not event.published",
         breaks="I1",
         source="table",
-        killers=_SEARCH,
     ),
     mutant(
         "one-shard-too-few",
@@ -56,7 +50,6 @@ TABLE = (
         "return len(checkpoint.reported) + 2 >= len(expected_reports(checkpoint))",
         breaks="I3",
         source="table",
-        killers=_SEARCH,
     ),
     mutant(
         "a-duplicate-counts",
@@ -65,7 +58,6 @@ TABLE = (
         "awaited = key in expected_reports(checkpoint)",
         breaks="I5",
         source="table",
-        killers=_SEARCH,
     ),
     mutant(
         "a-shard-before-its-fork",
@@ -74,7 +66,6 @@ TABLE = (
         "return awaited and event.world_size",
         breaks="I5",
         source="table",
-        killers=("tests:test_lifecycle.py", *_SEARCH),
     ),
     mutant(
         "what-is-published-may-fail",
@@ -84,7 +75,6 @@ TABLE = (
         "Row(S.FINALIZED, Failed, None, S.FAILED),",
         breaks="I1",
         source="table",
-        killers=("tests:test_lifecycle.py",),
     ),
     mutant(
         "prunable-from-finalized",
@@ -94,7 +84,6 @@ TABLE = (
         "Row(S.FINALIZED, Superseded, None, S.PRUNABLE, Prune),",
         breaks="I1",
         source="table",
-        killers=("tests:test_lifecycle.py", *_SEARCH),
     ),
     mutant(
         "published-before-all-shards",
@@ -104,7 +93,6 @@ TABLE = (
         "Row(S.FORKED, Published, None, S.FINALIZED, WriteTracker),",
         breaks="I3",
         source="table",
-        killers=("tests:test_lifecycle.py", *_SEARCH),
     ),
     mutant(
         "removed-from-tracked",
@@ -113,7 +101,6 @@ TABLE = (
         "Row(S.PRUNABLE, Removed, None, S.PRUNED),\nRow(S.TRACKED, Removed, None, S.PRUNED),",
         breaks="I1",
         source="table",
-        killers=("tests:test_lifecycle.py", *_SEARCH),
     ),
     mutant(
         "a-failed-one-is-never-cleaned-up",
@@ -122,7 +109,6 @@ TABLE = (
         "Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED),",
         breaks="I10",
         source="table",
-        killers=("tests:test_lifecycle.py", *_SEARCH),
     ),
 )
 
@@ -134,7 +120,6 @@ LEDGER = (
         "if busy is not None and step < 0:\n    raise SaveRefused(",
         breaks="I5",
         source="F22",
-        killers=_SEARCH,
     ),
     mutant(
         "the-same-step-twice",
@@ -143,7 +128,6 @@ LEDGER = (
         "if False:",
         breaks="I2",
         source="verl (open): same step registered twice",
-        killers=("exhaustive", "fieldbugs", "suites"),
     ),
     mutant(
         "another-world-size-counts",
@@ -162,7 +146,6 @@ LEDGER = (
         ),
         breaks="I5",
         source="F10",
-        killers=("tests:test_lifecycle.py", *_SEARCH),
     ),
     mutant(
         "a-stale-completion-counts",
@@ -174,7 +157,6 @@ LEDGER = (
         "    event = replace(event, of=living.id)",
         breaks="I5",
         source="Megatron-Bridge #5117",
-        killers=("exhaustive", "fieldbugs", "suites"),
         why="an earlier attempt's report finalizes the save that is in flight",
     ),
     mutant(
@@ -184,7 +166,6 @@ LEDGER = (
         '"pin": False',
         breaks="I7",
         source="I7",
-        killers=_SEARCH,
     ),
     mutant(
         "readers-do-not-count",
@@ -193,7 +174,6 @@ LEDGER = (
         '"reader": False',
         breaks="I7",
         source="I7",
-        killers=("tests:test_ledger.py", *_SEARCH),
     ),
     mutant(
         "retention-does-not-count",
@@ -202,7 +182,6 @@ LEDGER = (
         '"retention": False',
         breaks="I7",
         source="I7",
-        killers=("tests:test_ledger.py", *_SEARCH),
     ),
     mutant(
         "the-latest-is-the-one-in-flight",
@@ -222,7 +201,6 @@ LEDGER = (
         ),
         breaks="I7",
         source="Megatron-Bridge #5184",
-        killers=("exhaustive", "fieldbugs", "suites"),
         why="retention keeps the newest, which is in flight, and deletes the tracked one",
     ),
     mutant(
@@ -232,7 +210,6 @@ LEDGER = (
         "for c in ledger.in_state(State.TRACKED, State.FAILED, State.REQUESTED, State.FORKED)",
         breaks="I7",
         source="Megatron-LM (non-persistent)",
-        killers=("exhaustive", *_SEARCH),
         why="a partial directory counts as kept, a good one goes for it",
     ),
 )
@@ -245,7 +222,6 @@ RECOVERY = (
         '"whole", (State.TRACKED,), always',
         breaks="I2",
         source="F19",
-        killers=("fieldbugs", "exhaustive", "corruption"),
     ),
     mutant(
         "a-gutted-directory-passes",
@@ -254,7 +230,6 @@ RECOVERY = (
         "",
         breaks="I4",
         source="verl (open): gutted directory",
-        killers=("fieldbugs", "corruption"),
     ),
     mutant(
         "starts-from-scratch",
@@ -263,7 +238,6 @@ RECOVERY = (
         "reasons = ()",
         breaks="I8",
         source="NeMo #10228",
-        killers=("fieldbugs", "exhaustive", "corruption"),
     ),
     mutant(
         "a-torn-tracker-is-no-tracker",
@@ -272,7 +246,6 @@ RECOVERY = (
         'return TrackerEvidence("missing")',
         breaks="F18",
         source="Megatron-LM (tracker)",
-        killers=("fieldbugs", "corruption"),
     ),
     mutant(
         "resumes-from-what-was-never-tracked",
@@ -281,7 +254,6 @@ RECOVERY = (
         "return False",
         breaks="I8",
         source="I8",
-        killers=("tests:test_recovery.py", *_SEARCH),
         why="an unknown directory newer than the tracker is adopted unasked",
     ),
     mutant(
@@ -296,7 +268,6 @@ RECOVERY = (
         ),
         breaks="I8",
         source="I8",
-        killers=("exhaustive", "fieldbugs"),
     ),
     mutant(
         "published-ones-are-failed-at-a-restart",
@@ -305,7 +276,6 @@ RECOVERY = (
         "()",
         breaks="I8",
         source="F3",
-        killers=("exhaustive", *_SEARCH),
     ),
     mutant(
         "finalized-ones-are-forgotten",
@@ -314,7 +284,6 @@ RECOVERY = (
         "(), is_whole_and_newer",
         breaks="I8",
         source="F3",
-        killers=("exhaustive", *_SEARCH),
     ),
     mutant(
         "a-prunable-one-is-gone-at-a-restart",
@@ -324,7 +293,6 @@ RECOVERY = (
         ("core.recovery_rules:", "Reprieved,", ("Removed,\nReprieved,")),
         breaks="I1",
         source="F17",
-        killers=("exhaustive", *_SEARCH),
     ),
     mutant(
         "failed-ones-are-forgotten",
@@ -333,7 +301,6 @@ RECOVERY = (
         "Result.DISCARDED, ()",
         breaks="I10",
         source="F17",
-        killers=("tests:test_recovery.py",),
         why="the files of a failed attempt stay for ever",
     ),
     mutant(
@@ -343,7 +310,6 @@ RECOVERY = (
         "checkpoints=()",
         breaks="F26",
         source="verl (open): restart forgets",
-        killers=("simulation", "fieldbugs", "traces"),
     ),
     mutant(
         "the-last-damaged-one-is-withdrawn",
@@ -352,7 +318,6 @@ RECOVERY = (
         'if self._options.resume == "strict":',
         breaks="I8",
         source="F19",
-        killers=("corruption", "simulation"),
     ),
 )
 
@@ -364,10 +329,6 @@ DOCUMENTS = (
         "if False:",
         breaks="I5",
         source="I5",
-        killers=(
-            "tests:test_inspection.py",
-            "tests:test_controller.py::test_I5_a_receipt_of_another_attempt_does_not_complete_a_group",
-        ),
     ),
     mutant(
         "sizes-are-not-compared-at-finalize",
@@ -376,10 +337,6 @@ DOCUMENTS = (
         'while problem := "":',
         breaks="I3",
         source="F9",
-        killers=(
-            "tests:clean_up/a_shard_that_is_not_whole_any_more_is_not_committed",
-            "simulation",
-        ),
         why="a shard that another host's cache does not show yet, or not whole",
     ),
     mutant(
@@ -389,7 +346,6 @@ DOCUMENTS = (
         "if False and storage.digest(",
         breaks="F21",
         source="F21",
-        killers=("corruption",),
     ),
     mutant(
         "a-document-is-read-before-its-size-is-asked",
@@ -398,7 +354,6 @@ DOCUMENTS = (
         "if False:",
         breaks="F30",
         source="F30",
-        killers=("tests:test_corruption.py::test_F30_a_huge_manifest_costs_no_memory",),
     ),
     mutant(
         "a-segment-is-cut-off-at-the-limit",
@@ -407,10 +362,6 @@ DOCUMENTS = (
         "if False:",
         breaks="F20",
         source="F20",
-        killers=(
-            "tests:test_journal.py::test_F20_a_segment_that_is_too_large_is_refused",
-            "tests:test_corruption.py",
-        ),
         why="later records are lost in silence",
     ),
     mutant(
@@ -420,7 +371,6 @@ DOCUMENTS = (
         "if False:",
         breaks="F21",
         source="F21",
-        killers=("corruption",),
     ),
     mutant(
         "nothing-is-verified-before-a-restore",
@@ -429,7 +379,6 @@ DOCUMENTS = (
         'problem = ""',
         breaks="F21",
         source="F21",
-        killers=("corruption",),
     ),
     mutant(
         "names-may-climb-out",
@@ -438,7 +387,6 @@ DOCUMENTS = (
         'if "\\0" in name:',
         breaks="F30",
         source="F30",
-        killers=("tests:test_documents.py", "fuzz"),
     ),
     mutant(
         "a-newer-document-is-a-damaged-one",
@@ -447,7 +395,6 @@ DOCUMENTS = (
         "if False:",
         breaks="F34",
         source="F34",
-        killers=("tests:test_documents.py", "corruption"),
     ),
 )
 

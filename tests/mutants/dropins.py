@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from mutants.loader import mutant
 
-_TESTS = "tests:test_dropins.py::"
-_VERL = "tests:test_verl_driver.py::"
-_MANAGER = "tests:test_manager.py::"
-
 QUEUE = (
     mutant(
         "a-foreign-writers-exit-code-is-ignored",
@@ -16,7 +12,6 @@ QUEUE = (
         "elif outcome is not None:",
         breaks="I6",
         source="Megatron-core (temporal caller)",
-        killers=(f"{_TESTS}test_I10_a_killed_writer_is_an_error_on_every_rank",),
         why="a writer that is not alive has succeeded",
     ),
     mutant(
@@ -26,7 +21,6 @@ QUEUE = (
         "if call.problem is None:",
         breaks="I6",
         source="Megatron-core (temporal caller)",
-        killers=(f"{_TESTS}test_I10_a_killed_writer_is_an_error_on_every_rank",),
         why="on the ranks where the writer ended well",
     ),
     mutant(
@@ -36,7 +30,6 @@ QUEUE = (
         "problem = self._shared(call, True)",
         breaks="I10",
         source="Megatron-LM #6970",
-        killers=(f"{_TESTS}test_I10_a_killed_writer_is_an_error_on_every_rank",),
         why="the other ranks take the call for finalized, and go on without it",
     ),
     mutant(
@@ -46,7 +39,6 @@ QUEUE = (
         "if outcome is None:",
         breaks="I10",
         source="Megatron-LM #6970",
-        killers=(f"{_TESTS}test_I10_a_hung_writer_misses_its_deadline",),
     ),
     mutant(
         "requests-in-flight-swap-their-results",
@@ -63,7 +55,6 @@ QUEUE = (
         ),
         breaks="I5",
         source="Megatron-core (results queue)",
-        killers=(f"{_TESTS}test_I5_requests_in_flight_together_keep_their_results",),
         why="all results lie in one place, untagged",
     ),
     mutant(
@@ -73,7 +64,6 @@ QUEUE = (
         "pass",
         breaks="I5",
         source="Megatron-core (results queue)",
-        killers=(f"{_TESTS}test_I5_a_result_that_was_not_taken_is_not_the_next_requests",),
     ),
     mutant(
         "shared-memory-is-not-copied",
@@ -82,7 +72,6 @@ QUEUE = (
         "return value",
         breaks="I5",
         source="nvidia-resiliency-ext (cpu_shm)",
-        killers=(f"{_TESTS}test_I5_requests_that_are_staged_into_the_same_shared_memory[False]",),
         why="the next request is staged into the memory that this one's writer still reads",
     ),
     mutant(
@@ -92,9 +81,6 @@ QUEUE = (
         "if False:",
         breaks="I5",
         source="nvidia-resiliency-ext (cpu_shm)",
-        killers=(
-            f"{_TESTS}test_I5_ready_parts_that_were_staged_into_one_memory_are_refused[True-True]",
-        ),
         why="both were staged before either was copied: both parts have the values of the second",
     ),
     mutant(
@@ -104,7 +90,6 @@ QUEUE = (
         "if False:",
         breaks="I3",
         source="megatron-core (a writer that lies)",
-        killers=(f"{_TESTS}test_I3_the_words_of_a_writer_are_compared_with_its_files",),
     ),
     mutant(
         "a-shard-shorter-than-its-results-is-taken",
@@ -113,7 +98,6 @@ QUEUE = (
         "if False:",
         breaks="I3",
         source="megatron-core (a writer that lies)",
-        killers=(f"{_TESTS}test_I3_the_words_of_a_writer_are_compared_with_its_files",),
     ),
     mutant(
         "a-rank-alone-raises-of-its-results-queue",
@@ -122,7 +106,6 @@ QUEUE = (
         "except MemoryError as error:",
         breaks="I10",
         source="megatron-core (the process of its results queue is killed)",
-        killers=(f"{_TESTS}test_I10_a_results_queue_that_is_gone_is_an_error_on_every_rank",),
         why="the other rank waits for the verdict of this one",
     ),
     mutant(
@@ -132,7 +115,6 @@ QUEUE = (
         "_may_finalize(writer, part)",
         breaks="I10",
         source="megatron-core (two queues in use at once)",
-        killers=(f"{_MANAGER}test_I10_a_rank_that_may_not_finalize_is_heard_before_any_rank_does",),
         why="the others begin, and wait in the finalizers' collectives for this one",
     ),
     mutant(
@@ -142,7 +124,6 @@ QUEUE = (
         "part = request",
         breaks="I5",
         source="nvidia-resiliency-ext (cpu_shm)",
-        killers=(f"{_TESTS}test_I5_requests_that_are_staged_into_the_same_shared_memory[True]",),
         why="the requests of the other parts were staged into its memory meanwhile",
     ),
     mutant(
@@ -152,7 +133,6 @@ QUEUE = (
         "if False:",
         breaks="I4",
         source="megatron-core 0.19 (reads a legacy common.pt first)",
-        killers=(f"{_TESTS}test_I4_one_common_state_is_written_and_no_other_lies_beside_it",),
         why="a loader takes the common state of an interrupted save",
     ),
     mutant(
@@ -162,7 +142,6 @@ QUEUE = (
         'if seen != "running":',
         breaks="I3",
         source="order",
-        killers=(f"{_TESTS}test_I6_finalizers_wait_for_the_writers_of_all_ranks",),
         why="foreign finalizers move the tracker before every shard is written",
     ),
     mutant(
@@ -172,7 +151,6 @@ QUEUE = (
         "while self._calls and not abort:\n    self._drop(self._take_call())",
         breaks="I5",
         source="Megatron-Bridge #5117",
-        killers=(f"{_TESTS}test_I5_a_call_that_was_aborted_is_not_the_next_one",),
         why="the retry finalizes shards of the failed run",
     ),
     mutant(
@@ -182,7 +160,6 @@ QUEUE = (
         "handle = filling.manager.save(filling.step, parts=filling.parts)\nself._filling = None",
         breaks="I5",
         source="order",
-        killers=(f"{_TESTS}test_a_refused_checkpoint_is_not_begun_any_more",),
         why="the next checkpoint's parts are taken for those of the one before",
     ),
 )
@@ -195,7 +172,6 @@ MEGATRON_LM = (
         "reports += fns",
         breaks="I1",
         source="Megatron-LM (tracker)",
-        killers=(f"{_TESTS}test_I2_the_tracker_and_the_reports_wait_for_the_writer",),
         why="the closure truncates the tracker, and deletes the checkpoint that it named",
     ),
     mutant(
@@ -205,7 +181,6 @@ MEGATRON_LM = (
         "fns = captured.finalize_fns\nwhile fns:\n    fns.pop()()",
         breaks="I2",
         source="Megatron-LM (tracker)",
-        killers=(f"{_TESTS}test_I2_the_tracker_and_the_reports_wait_for_the_writer",),
         why="sync and async are two ways: the one tracks at once",
     ),
     mutant(
@@ -215,7 +190,6 @@ MEGATRON_LM = (
         "elif False:",
         breaks="I2",
         source="Megatron-LM (tracker)",
-        killers=(f"{_TESTS}test_I2_closures_do_not_run_through_a_second_request",),
         why="newer versions move them to a second request",
     ),
     mutant(
@@ -225,7 +199,6 @@ MEGATRON_LM = (
         "if pending.handle.skipped:",
         breaks="I6",
         source="order",
-        killers=(f"{_TESTS}test_I2_a_failed_save_is_raised_and_not_reported_as_saved",),
     ),
     mutant(
         "the-retain-interval-deletes-what-it-keeps",
@@ -234,7 +207,6 @@ MEGATRON_LM = (
         "return LatestN(1) & EveryNSteps(save_retain_interval)",
         breaks="I7",
         source="policy",
-        killers=(f"{_TESTS}test_I7_the_retain_interval_keeps_the_last_and_the_multiples",),
     ),
     mutant(
         "a-synchronous-save-is-left-in-flight",
@@ -243,7 +215,6 @@ MEGATRON_LM = (
         "",
         breaks="I2",
         source="verl #6067 / #7363",
-        killers=(f"{_TESTS}test_I2_a_synchronous_save_is_tracked_when_it_returns",),
         why="a trainer that saves synchronously never polls",
     ),
     mutant(
@@ -253,7 +224,6 @@ MEGATRON_LM = (
         "return self._stock_load(*arguments, **keywords)",
         breaks="F18",
         source="Megatron-LM (tracker)",
-        killers=(f"{_TESTS}test_F18_a_torn_tracker_does_not_end_the_run_with_status_0",),
         why="a torn tracker ends the run with status 0",
     ),
     mutant(
@@ -263,7 +233,6 @@ MEGATRON_LM = (
         '"load_checkpoint"',
         breaks="I7",
         source="Megatron-LM (non-persistent)",
-        killers=(f"{_TESTS}test_I7_the_cleanup_by_names_does_not_run",),
     ),
 )
 
@@ -275,7 +244,6 @@ VERL = (
         "return stock(*arguments, **keywords)",
         breaks="F28",
         source="verl #6067 / #7363",
-        killers=(f"{_VERL}test_the_loop_polls_and_its_end_waits",),
     ),
     mutant(
         "the-end-of-verls-fit-does-not-wait",
@@ -284,7 +252,6 @@ VERL = (
         "return self._fit_to_the_end(result)",
         breaks="F28",
         source="verl #7952, rllm #897",
-        killers=(f"{_VERL}test_the_loop_polls_and_its_end_waits",),
         why="the last save of a run is never tracked",
     ),
     mutant(
@@ -294,7 +261,6 @@ VERL = (
         '"poll_warning_steps": 50',
         breaks="F28",
         source="verl #4253",
-        killers=(f"{_VERL}test_a_loop_that_does_not_poll_is_told",),
     ),
     mutant(
         "of-two-counts-the-smaller-one-counts",
@@ -303,7 +269,6 @@ VERL = (
         "kept = max(0, min(counts))",
         breaks="I7",
         source="policy",
-        killers=(f"{_VERL}test_of_two_counts_the_larger_one_counts",),
     ),
     mutant(
         "verl-loads-before-recovery",
@@ -312,7 +277,6 @@ VERL = (
         "return stock()",
         breaks="F18",
         source="Megatron-LM (tracker)",
-        killers=(f"{_VERL}test_F18_a_torn_tracker_is_mended_before_verl_loads",),
         why="a torn tracker is a ValueError there",
     ),
     mutant(
@@ -322,7 +286,6 @@ VERL = (
         "",
         breaks="I10",
         source="F1",
-        killers=(f"{_VERL}test_I10_a_role_whose_workers_are_gone_fails_the_save",),
         why="the save ends at its deadline only, without a reason",
     ),
     mutant(
@@ -332,9 +295,6 @@ VERL = (
         "",
         breaks="I10",
         source="verl #4638 / #4667",
-        killers=(
-            "tests:test_offload.py::test_parts_that_one_function_makes_are_made_when_all_are_loaded",
-        ),
         why="verl's code holds collectives",
     ),
     mutant(
@@ -344,7 +304,6 @@ VERL = (
         "if own is None:",
         breaks="I6",
         source="order",
-        killers=(f"{_VERL}test_a_subclass_with_another_save_is_refused_when_it_is_made",),
         why="state that the subclass would have saved is not in the checkpoint",
     ),
 )

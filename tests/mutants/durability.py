@@ -12,7 +12,6 @@ MUTANTS = (
         "del part",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_coordinator.py::test_I3_receipts_counted_when_leaving_are_durable",),
         why="a writer killed before its fsync leaves a name that a power loss may take",
     ),
     # --------------------------------------------------------- the common state of all ranks
@@ -23,7 +22,6 @@ MUTANTS = (
         "del data",
         breaks="F21",
         source="F21",
-        killers=("tests:test_corruption.py::test_F21_a_common_state_in_a_shard_is_looked_at",),
     ),
     mutant(
         "a-common-file-beside-a-common-state-is-taken",
@@ -32,7 +30,6 @@ MUTANTS = (
         "if not COMMON:",
         breaks="I5",
         source="I5",
-        killers=("tests:test_corruption.py::test_F21_a_common_state_in_a_shard_is_looked_at",),
         why="megatron-core 0.19 reads the file first, which an older, interrupted save has left",
     ),
     # ------------------------------------------------------------------------- durable: a file
@@ -43,7 +40,6 @@ MUTANTS = (
         "write_all(storage, handle, data)",
         breaks="I2",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "put-without-fsync-of-directory",
@@ -52,7 +48,6 @@ MUTANTS = (
         "raise",
         breaks="I2",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "put-truncates-in-place",
@@ -72,7 +67,6 @@ MUTANTS = (
         "write_new(storage, path, data)",
         breaks="I2",
         source="Megatron-LM (tracker)",
-        killers=("simulation", "processes"),
         why="as open(tracker, 'w') does: the old content is gone before the new one is there",
     ),
     mutant(
@@ -85,7 +79,6 @@ MUTANTS = (
         "write_new(storage, temporary, data)",
         breaks="I2",
         source="ferrosa #399",
-        killers=("fieldbugs", "simulation"),
         why="two writers of one file share the temporary one",
     ),
     mutant(
@@ -96,7 +89,6 @@ MUTANTS = (
         "pass",
         breaks="I2",
         source="read-back",
-        killers=("tests:test_durable.py",),
     ),
     mutant(
         "a-short-write-is-an-end",
@@ -105,7 +97,6 @@ MUTANTS = (
         "return",
         breaks="I3",
         source="F7",
-        killers=("simulation", "processes"),
     ),
     mutant(
         "foreign-file-without-fsync",
@@ -114,7 +105,6 @@ MUTANTS = (
         "handle = storage.open_existing(path)\ntry:\n    pass",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_durable.py",),
         why="also that of the older segment, before the seal",
     ),
     # -------------------------------------------------------------------- durable: a directory
@@ -125,7 +115,6 @@ MUTANTS = (
         "",
         breaks="I1",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "move-without-fsync-of-source",
@@ -134,7 +123,6 @@ MUTANTS = (
         "",
         breaks="I4",
         source="fsync",
-        killers=("simulation",),
         why="a directory emptied in the trash comes back, gutted, at its old name",
     ),
     mutant(
@@ -147,7 +135,6 @@ MUTANTS = (
         "pass",
         breaks="I1",
         source="read-back",
-        killers=("tests:prune/a_prune_that_did_not_happen_is_not_journaled", "simulation"),
         why="a rename that failed is taken for done",
     ),
     mutant(
@@ -157,7 +144,6 @@ MUTANTS = (
         'self.storage.fsync_dir("")',
         breaks="I4",
         source="fsync",
-        killers=("tests:restart/a_publish_that_lands_late_does_not_come_back_in_staging",),
         why="a fenced trainer's rename lands after its successor has settled staging",
     ),
     mutant(
@@ -167,7 +153,6 @@ MUTANTS = (
         "# also when it was there: a crash may have come before its",
         breaks="I3",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "tree-without-fsync",
@@ -176,7 +161,6 @@ MUTANTS = (
         "fsync_tree_dirs(storage, path)",
         breaks="I3",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "an-unreadable-name-is-a-missing-one",
@@ -185,10 +169,6 @@ MUTANTS = (
         "except OSError:\n    return None",
         breaks="I8",
         source="F6",
-        killers=(
-            "tests:restart/a_name_that_cannot_be_looked_at_is_not_a_missing_one",
-            "simulation",
-        ),
         why="EIO does not tell whether the name is there",
     ),
     # ------------------------------------------------------------------------------- the shards
@@ -199,7 +179,6 @@ MUTANTS = (
         "pass",
         breaks="I3",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "names-in-parts-without-fsync",
@@ -213,7 +192,6 @@ MUTANTS = (
         ),
         breaks="I3",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "a-full-disk-makes-short-shards",
@@ -222,7 +200,6 @@ MUTANTS = (
         "self.error = self.error or error\nreturn len(view)",
         breaks="I3",
         source="metaseq #53",
-        killers=("tests:test_rank_writer.py", "simulation"),
         why="the error is swallowed, and a shard of zero bytes gets a receipt",
     ),
     # ------------------------------------------------------------------------------ publishing
@@ -233,7 +210,6 @@ MUTANTS = (
         "fsync_private(",
         breaks="I3",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "staging-name-stays-after-publishing",
@@ -242,7 +218,6 @@ MUTANTS = (
         "",
         breaks="I4",
         source="fsync",
-        killers=("simulation",),
         why="the rename may be durable at one of its ends only",
     ),
     mutant(
@@ -253,7 +228,6 @@ MUTANTS = (
         "",
         breaks="I2",
         source="fsync",
-        killers=("tests:prune/an_adopted_step_is_durable_before_ours_is_pruned_for_it",),
         why="an older one is pruned while a stock trainer's save is in the page cache only",
     ),
     mutant(
@@ -265,9 +239,6 @@ MUTANTS = (
         "",
         breaks="I2",
         source="fsync",
-        killers=(
-            "tests:test_quarantine.py::test_I2_the_tracker_names_an_adopted_step_once_it_is_durable",
-        ),
         why="the tracker names a step that lies in the page cache only",
     ),
     mutant(
@@ -277,9 +248,6 @@ MUTANTS = (
         "",
         breaks="I7",
         source="fsync",
-        killers=(
-            "tests:test_durable.py::test_F4_a_file_in_a_purged_directory_survives_power_loss",
-        ),
         why="a pin is acknowledged, and a power loss takes it with its directory",
     ),
     mutant(
@@ -289,7 +257,6 @@ MUTANTS = (
         "",
         breaks="I3",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "what-was-moved-is-not-settled",
@@ -298,11 +265,6 @@ MUTANTS = (
         "pass",
         breaks="I1",
         source="fsync",
-        killers=(
-            "tests:prune/a_prune_found_done_stays_done_after_a_power_loss",
-            "tests:prune/a_directory_that_came_back_gutted_is_looked_at_again",
-            "simulation",
-        ),
         why="a rename found done may not be durable yet",
     ),
     mutant(
@@ -313,10 +275,6 @@ MUTANTS = (
         "pass",
         breaks="I3",
         source="fsync",
-        killers=(
-            "tests:restart/a_step_found_published_is_durable_before_it_is_called_so",
-            "simulation",
-        ),
         why="published by a process that was killed before it could make the name durable",
     ),
     mutant(
@@ -326,7 +284,6 @@ MUTANTS = (
         "for suffix in",
         breaks="I2",
         source="fsync",
-        killers=("tests:tracker/the_tracker_is_durable_before_what_it_named_is_moved_away",),
     ),
     # ----------------------------------------------------------------------------- the journal
     mutant(
@@ -336,7 +293,6 @@ MUTANTS = (
         "self._write(line)\ntry:\n    pass\nexcept OSError as error:",
         breaks="I2",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "segment-without-fsync",
@@ -345,7 +301,6 @@ MUTANTS = (
         "self._write(line)",
         breaks="I11",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "name-of-segment-without-fsync",
@@ -354,7 +309,6 @@ MUTANTS = (
         "",
         breaks="I11",
         source="fsync",
-        killers=("simulation",),
     ),
     mutant(
         "sealed-without-fsync",
@@ -363,7 +317,6 @@ MUTANTS = (
         "pass",
         breaks="I11",
         source="fsync",
-        killers=("tests:test_crash_simulation.py::test_I2_sigkill_at_every_storage_call",),
         why="a seal promises bytes that a power loss takes away",
     ),
     mutant(
@@ -376,7 +329,6 @@ MUTANTS = (
         'raise StorageError(f"not durable: {error}", file=self.file) from error',
         breaks="I11",
         source="F6",
-        killers=("simulation", "processes"),
     ),
     mutant(
         "no-reserve-in-the-journal",
@@ -385,7 +337,6 @@ MUTANTS = (
         "RESERVE_BYTES = 0  #",
         breaks="I10",
         source="F5",
-        killers=("tests:test_journal.py", "simulation"),
         why="on a full disk not even the failure can be written down",
     ),
     # ------------------------------------------------------------------------- markers, epochs
@@ -397,7 +348,6 @@ MUTANTS = (
         "pass",
         breaks="I7",
         source="fsync",
-        killers=("tests:test_trash.py", "simulation"),
         why="a pin that was given up comes back",
     ),
     mutant(
@@ -407,7 +357,6 @@ MUTANTS = (
         "pass  # a killed process may have left names that are not",
         breaks="I8",
         source="fsync",
-        killers=("simulation",),
     ),
     # ---------------------------------------------------------------------------- the real disk
     mutant(
@@ -417,7 +366,6 @@ MUTANTS = (
         "with _named(self._path_of(handle)):\n    pass",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_posix_storage.py::test_F4_the_real_disk_is_really_asked",),
     ),
     mutant(
         "posix-fsync-of-directories-does-nothing",
@@ -426,7 +374,6 @@ MUTANTS = (
         "changes=False) as fd:\n    os.fstat(fd)",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_posix_storage.py::test_F4_the_real_disk_is_really_asked",),
     ),
     mutant(
         "root-made-without-fsync",
@@ -435,7 +382,6 @@ MUTANTS = (
         "try:\n    os.fstat(fd)",
         breaks="I2",
         source="fsync",
-        killers=("tests:test_posix_storage.py",),
         why="a new root, with the first checkpoint in it, is lost with its name",
     ),
     mutant(
@@ -445,7 +391,6 @@ MUTANTS = (
         "written.fileno()",
         breaks="I2",
         source="fsync",
-        killers=("tests:test_uploads.py::test_a_copy_is_fsynced_before_it_has_its_name",),
         why="tracked once it is uploaded, and the copy is empty after a power loss",
     ),
     mutant(
@@ -455,7 +400,6 @@ MUTANTS = (
         "",
         breaks="I2",
         source="fsync",
-        killers=("tests:test_uploads.py::test_a_copy_is_fsynced_before_it_has_its_name",),
         why="tracked once it is uploaded, and the copy has no names after a power loss",
     ),
     mutant(
@@ -465,7 +409,6 @@ MUTANTS = (
         "{errno.EOPNOTSUPP, errno.ENOSPC, errno.EDQUOT}",
         breaks="F5",
         source="F5",
-        killers=("tests:test_posix_storage.py",),
         why="ENOSPC is swallowed: taken for a file system that reserves nothing",
     ),
     mutant(
@@ -475,7 +418,6 @@ MUTANTS = (
         "errno.EINVAL",
         breaks="I10",
         source="order",
-        killers=("tests:test_refused_calls.py",),
         why="containers with a seccomp profile save nothing",
     ),
     mutant(
@@ -485,7 +427,6 @@ MUTANTS = (
         "_LIBC.fallocate(fd, 1, ctypes",
         breaks="I3",
         source="FALLOC_FL_KEEP_SIZE",
-        killers=("tests:test_posix_storage.py",),
     ),
     mutant(
         "posix-an-interrupted-reservation-is-an-error",
@@ -494,7 +435,6 @@ MUTANTS = (
         "return code",
         breaks="F7",
         source="F7",
-        killers=("tests:test_posix_storage.py",),
         why="a signal, which Python retries after in its calls, fails the save",
     ),
     mutant(
@@ -504,7 +444,6 @@ MUTANTS = (
         "pass",
         breaks="I3",
         source="direct writes",
-        killers=("tests:test_posix_storage.py",),
     ),
     mutant(
         "posix-direct-writes-go-through-the-cache",
@@ -513,7 +452,6 @@ MUTANTS = (
         ")",
         breaks="I10",
         source="direct writes",
-        killers=("tests:test_posix_storage.py",),
         why="slow and unnoticed: the bytes are right all the same",
     ),
     mutant(
@@ -523,7 +461,6 @@ MUTANTS = (
         "raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))",
         breaks="I10",
         source="direct writes",
-        killers=("tests:test_posix_storage.py",),
     ),
     mutant(
         "posix-a-direct-file-is-opened-where-one-is",
@@ -533,7 +470,6 @@ MUTANTS = (
         "fd = os.open(name, flags, 0o666, dir_fd=parent)",
         breaks="I5",
         source="EINVAL after O_CREAT",
-        killers=("tests:test_posix_storage.py",),
         why="opened again without O_EXCL, as after a refused flag: another process's shard",
     ),
     mutant(
@@ -543,7 +479,6 @@ MUTANTS = (
         "_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
         breaks="I5",
         source="Megatron-core (late writer)",
-        killers=("tests:test_posix_storage.py",),
         why="a late writer truncates the shard of the attempt after it",
     ),
     mutant(
@@ -553,6 +488,5 @@ MUTANTS = (
         "_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY |",
         breaks="F16",
         source="F16",
-        killers=("tests:test_posix_storage.py", "corruption"),
     ),
 )

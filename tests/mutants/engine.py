@@ -12,7 +12,6 @@ MUTANTS = (
         "self._on_taken()\nself._thread.start()",
         breaks="I5",
         source="order",
-        killers=("tests:test_image.py::test_few_buffers_take_the_memory_with_the_last_chunk",),
         why="a trainer that goes on then changes memory which is still read",
     ),
     mutant(
@@ -22,7 +21,6 @@ MUTANTS = (
         "if True:",
         breaks="I5",
         source="F6",
-        killers=("tests:test_image.py::test_memory_that_cannot_be_read_fails_every_file",),
     ),
     mutant(
         "a-lost-taken",
@@ -31,7 +29,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="order",
-        killers=("tests:test_image.py::test_buffers_for_all_take_the_memory_at_once",),
         why="the trainer waits at the gate until the writer's deadline",
     ),
     mutant(
@@ -41,7 +38,6 @@ MUTANTS = (
         "pass",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_receipts_wait_for_the_reads_and_the_trainer",),
         why="a trainer that dies at the gate leaves a receipt for a torn state",
     ),
     mutant(
@@ -51,7 +47,6 @@ MUTANTS = (
         "pass",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_receipts_wait_for_the_reads_and_the_trainer",),
         why="the old threads fill the buffers of the next save",
     ),
     mutant(
@@ -61,7 +56,6 @@ MUTANTS = (
         "pass",
         breaks="I5",
         source="order",
-        killers=("tests:test_rank_writer.py::test_no_receipt_comes_before_the_word",),
     ),
     mutant(
         "a-writer-lives-on-without-its-state",
@@ -70,7 +64,6 @@ MUTANTS = (
         "pass",
         breaks="I5",
         source="order",
-        killers=("tests:test_manager.py::test_an_error_behind_the_launch_ends_the_writer",),
         why="it is confirmed when the manager is left, and the state was freed meanwhile",
     ),
     mutant(
@@ -80,9 +73,6 @@ MUTANTS = (
         'problem = ""',
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_a_state_that_changed_too_early_leaves_no_receipt",
-        ),
     ),
     mutant(
         "buffers-are-filled-again-while-they-are-written",
@@ -91,7 +81,6 @@ MUTANTS = (
         "chunk.give_back()\nself._todo.put((chunk._replace(give_back=str), length, offset))",
         breaks="I5",
         source="order",
-        killers=("tests:test_image.py::test_a_buffer_is_not_filled_again_before_it_was_written",),
         why="a slow disk writes the next chunk at the place of this one",
     ),
     mutant(
@@ -101,7 +90,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="F5",
-        killers=("tests:test_image.py::test_a_part_that_is_left_out_does_not_starve_the_next",),
         why="the parts behind an optional one that failed wait for ever",
     ),
     mutant(
@@ -111,7 +99,6 @@ MUTANTS = (
         "pass",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_image.py::test_F7_a_written_file_survives_a_loss_of_power",),
         why="an allocated file keeps its size, and reads as zeros",
     ),
     mutant(
@@ -121,9 +108,6 @@ MUTANTS = (
         "pass",
         breaks="I3",
         source="fsync",
-        killers=(
-            "tests:test_image.py::test_I3_power_loss_at_any_call_leaves_no_receipt_without_file",
-        ),
         why="a receipt vouches for planned metadata without a name",
     ),
     mutant(
@@ -133,7 +117,6 @@ MUTANTS = (
         "pass",
         breaks="F21",
         source="order",
-        killers=("tests:test_image.py::test_a_file_has_the_bytes_of_its_pieces",),
     ),
     mutant(
         "a-checksum-of-the-blob-before",
@@ -142,7 +125,6 @@ MUTANTS = (
         "crc = self._crc",
         breaks="F21",
         source="order",
-        killers=("tests:test_image.py::test_a_file_has_the_bytes_of_its_pieces",),
         why="zip readers refuse the blob",
     ),
     mutant(
@@ -152,7 +134,6 @@ MUTANTS = (
         "del error",
         breaks="I3",
         source="F5",
-        killers=("tests:test_image.py::test_a_full_disk_ends_a_concurrent_write",),
         why="the file has its size from the start, and nobody would miss the chunk",
     ),
     mutant(
@@ -162,7 +143,6 @@ MUTANTS = (
         "for position in ():",
         breaks="F21",
         source="order",
-        killers=("tests:test_blob.py::test_every_field_that_depends_on_the_data_is_filled_in",),
     ),
     mutant(
         "a-dead-writer-is-used-again",
@@ -171,9 +151,6 @@ MUTANTS = (
         'return ""',
         breaks="I4",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_without_a_process_that_serves_the_save_is_forked",
-        ),
     ),
     mutant(
         "a-successor-of-a-writer-that-lives",
@@ -182,9 +159,6 @@ MUTANTS = (
         "if not problem or process.kill() is None:",
         breaks="I4",
         source="F13",
-        killers=(
-            "tests:test_write_engine.py::test_F13_no_writer_begins_beside_one_that_does_not_end",
-        ),
         why="two processes write the same attempt",
     ),
     mutant(
@@ -194,9 +168,6 @@ MUTANTS = (
         "if process.kill() is not None:",
         breaks="I4",
         source="F13",
-        killers=(
-            "tests:test_write_engine.py::test_F13_an_interrupt_tells_of_a_process_that_does_not_end",
-        ),
         why="the attempt's space is given back while its writer writes on",
     ),
     mutant(
@@ -206,9 +177,6 @@ MUTANTS = (
         "raise error.reason",
         breaks="I4",
         source="F13",
-        killers=(
-            "tests:test_manager.py::test_F13_a_writer_that_outlives_its_broken_launch_keeps_its_space",
-        ),
     ),
     mutant(
         "a-fork-meets-the-files-of-a-process",
@@ -217,9 +185,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_without_a_process_that_serves_the_save_is_forked",
-        ),
     ),
     mutant(
         "an-order-that-nobody-takes-waits-for-ever",
@@ -228,9 +193,6 @@ MUTANTS = (
         "if False:",
         breaks="I10",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor",
-        ),
     ),
     mutant(
         "a-successor-reads-before-the-accelerators-copy",
@@ -240,9 +202,6 @@ MUTANTS = (
         "",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_the_copies_are_made_has_a_successor",
-        ),
     ),
     mutant(
         "a-second-writer-while-the-first-lives",
@@ -251,7 +210,6 @@ MUTANTS = (
         "",
         breaks="I4",
         source="F13",
-        killers=("tests:test_write_engine.py::test_a_kill_is_certain_and_hurts_no_later_save",),
         why="the attempt's space is given back while its writer writes on",
     ),
     mutant(
@@ -262,7 +220,6 @@ MUTANTS = (
         "if isinstance(piece, Memory):\n    self._add_data(part, first=start == 0)\n    continue",
         breaks="F21",
         source="order",
-        killers=("tests:test_image.py::test_copied_data_has_its_checksum",),
     ),
     mutant(
         "a-second-reading-that-is-not-compared",
@@ -271,7 +228,6 @@ MUTANTS = (
         "if False:",
         breaks="I5",
         source="order",
-        killers=("tests:test_image.py::test_a_second_reading_finds_a_change",),
     ),
     mutant(
         "a-gate-that-opens-early",
@@ -280,7 +236,6 @@ MUTANTS = (
         "return True",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_the_gate_opens_when_the_last_byte_was_taken",),
         why="the trainer changes its state while the writer reads it",
     ),
     mutant(
@@ -290,9 +245,6 @@ MUTANTS = (
         "self._kept: RankJob | None = None",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_copies_of_the_trainer_are_kept_until_they_are_read",
-        ),
     ),
     mutant(
         "a-copy-that-does-not-fit-is-made",
@@ -301,7 +253,6 @@ MUTANTS = (
         "return True",
         breaks="I10",
         source="order",
-        killers=("tests:test_write_engine.py::test_without_memory_for_a_copy_the_trainer_waits",),
         why="the host ends the job at its save",
     ),
     mutant(
@@ -311,9 +262,6 @@ MUTANTS = (
         "filled.get()",
         breaks="I10",
         source="order",
-        killers=(
-            "tests:test_image.py::test_files_that_fail_together_do_not_wait_for_each_others_chunks",
-        ),
         why="the save hangs until the writer's deadline",
     ),
     mutant(
@@ -323,9 +271,6 @@ MUTANTS = (
         "False",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_shared_work.py::test_a_thread_that_is_lost_with_its_piece_is_an_error",
-        ),
         why="the files have a piece of an older state",
     ),
     mutant(
@@ -335,9 +280,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_the_copy_of_a_killed_writer_makes_room_for_the_next",
-        ),
         why="each save takes one more copy of the state while the disk does not answer",
     ),
     mutant(
@@ -347,10 +289,6 @@ MUTANTS = (
         "False or",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_manager.py::test_a_save_without_memory_for_a_copy_waits_for_its_reader",
-            "tests:test_controller.py::test_a_worker_without_memory_for_a_copy_waits_for_its_reader",
-        ),
         why="the trainer changes its state while the writer reads it",
     ),
     mutant(
@@ -360,7 +298,6 @@ MUTANTS = (
         "must_wait=False",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_without_memory_for_a_copy_the_trainer_waits",),
         why="the trainer knows of no gate, and changes its state while the writer reads it",
     ),
     mutant(
@@ -370,9 +307,6 @@ MUTANTS = (
         "pass",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_controller.py::test_I10_a_ctrl_c_ends_the_wait_of_a_worker_and_its_writer",
-        ),
         why="its memory was let go of",
     ),
     mutant(
@@ -382,7 +316,6 @@ MUTANTS = (
         "arena = self._arena",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_an_arena_that_is_read_is_not_filled_again",),
         why="the files of a save have the state of the next one",
     ),
     mutant(
@@ -392,9 +325,6 @@ MUTANTS = (
         "return False",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_a_forked_trainer_does_not_fill_the_arena_of_its_parent",
-        ),
         why="a fork shares an arena, which a writer of the parent may read",
     ),
     mutant(
@@ -404,7 +334,6 @@ MUTANTS = (
         "[]",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_a_fork_gets_copies_of_segments",),
     ),
     mutant(
         "state-in-a-segment-is-read-after-the-launch",
@@ -413,7 +342,6 @@ MUTANTS = (
         "copied = [each for each in ranges if not self._is_lent(each)]",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_an_eager_save_copies_segments_too",),
         why="the trainer of an eager save changes its state at once",
     ),
     mutant(
@@ -423,7 +351,6 @@ MUTANTS = (
         "False",
         breaks="I5",
         source="order",
-        killers=("tests:test_shared_memory.py::test_a_fork_gets_a_copy",),
         why="its files have the values of a later step",
     ),
     mutant(
@@ -433,9 +360,6 @@ MUTANTS = (
         "intact = True",
         breaks="I5",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another",
-        ),
         why="the state is that of a later step by then",
     ),
     mutant(
@@ -445,9 +369,6 @@ MUTANTS = (
         "True",
         breaks="I4",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_files_in_place_are_not_removed_for_a_new_writer",
-        ),
         why="in place, attempts use the same names",
     ),
     mutant(
@@ -457,9 +378,6 @@ MUTANTS = (
         "",
         breaks="I3",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_a_writer_with_a_receipt_does_not_begin_again",
-        ),
     ),
     mutant(
         "a-killed-writer-has-a-successor",
@@ -468,9 +386,6 @@ MUTANTS = (
         "pass",
         breaks="I4",
         source="F13",
-        killers=(
-            "tests:test_write_engine.py::test_a_writer_that_was_given_up_does_not_begin_again",
-        ),
         why="the attempt's space is given back while another process writes",
     ),
     mutant(
@@ -480,9 +395,6 @@ MUTANTS = (
         "[] if self._gate else lent",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns",
-        ),
         why="memory that no attached optimizer owns is read while the trainer changes it",
     ),
     mutant(
@@ -492,7 +404,6 @@ MUTANTS = (
         "",
         breaks="I5",
         source="order",
-        killers=("tests:test_write_engine.py::test_an_order_waits_for_the_accelerators_copies",),
         why="the writer reads memory of the save before, or zeros",
     ),
     mutant(
@@ -502,7 +413,6 @@ MUTANTS = (
         "pass",
         breaks="I5",
         source="order",
-        killers=("tests:test_device_copies.py::test_an_update_runs_behind_the_copies",),
         why="an optimizer's step and the copy run side by side, and the checkpoint has some of either",
     ),
     mutant(
@@ -512,7 +422,6 @@ MUTANTS = (
         "if not self._is_filled():",
         breaks="I5",
         source="order",
-        killers=("tests:test_device_copies.py::test_an_arena_that_is_still_read_is_not_filled",),
         why="a writer that is killed late has the state of the next save in its files",
     ),
     mutant(
@@ -522,9 +431,6 @@ MUTANTS = (
         "copied = []",
         breaks="I5",
         source="order",
-        killers=(
-            "tests:test_write_engine.py::test_an_eager_copy_of_host_memory_does_not_wait_for_an_accelerator",
-        ),
         why="the trainer of an eager save changes its state at once",
     ),
     mutant(
@@ -534,7 +440,6 @@ MUTANTS = (
         "intact = not self._taken or self._arena is not None",
         breaks="I5",
         source="F1",
-        killers=("tests:test_write_engine.py::test_F1_copies_that_were_let_go_are_not_read_again",),
     ),
     mutant(
         "a-process-that-did-not-greet-lives-on",
@@ -543,9 +448,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="F1",
-        killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_does_not_serve_has_a_successor",
-        ),
     ),
     mutant(
         "a-stopped-writer-outlives-its-trainer",
@@ -554,7 +456,6 @@ MUTANTS = (
         '("getpid", ())',
         breaks="I4",
         source="F3",
-        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer[9-stopped]",),
         why="memory and descriptors of a dead job stay until the process is continued",
     ),
     mutant(
@@ -564,7 +465,6 @@ MUTANTS = (
         "return",
         breaks="I10",
         source="order",
-        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer[9-thread]",),
     ),
     mutant(
         "a-writer-that-hears-the-trainers-signals",
@@ -573,9 +473,6 @@ MUTANTS = (
         "",
         breaks="I10",
         source="order",
-        killers=(
-            "tests:test_spawn.py::test_a_signal_that_is_meant_for_the_trainer_does_not_end_it",
-        ),
         why="a preemption signal to all processes of a step ends the last save",
     ),
     mutant(
@@ -585,9 +482,6 @@ MUTANTS = (
         "progress_of(writer.process.written_bytes(), self._total, elapsed, durable=True)",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:test_progress_shown.py::test_the_handle_tells_bytes_while_the_writer_writes",
-        ),
         why="a trainer that waits for its progress ends, and its checkpoint is lost",
     ),
     mutant(
@@ -597,9 +491,6 @@ MUTANTS = (
         "except ZeroDivisionError as error:",
         breaks="F24",
         source="F24",
-        killers=(
-            "tests:test_progress_shown.py::test_a_terminal_that_is_gone_ends_the_display_only",
-        ),
         why="a closed window raises in the call of the trainer that polls",
     ),
 )

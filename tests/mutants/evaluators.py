@@ -12,7 +12,6 @@ MUTANTS = (
         "ledger = self.ledger = self.ledger.measured(of, metrics)",
         breaks="I11",
         source="order",
-        killers=("tests:metrics/metrics_that_the_disk_refuses_are_not_there",),
         why="retention keeps a step for a metric that a restart does not know",
     ),
     mutant(
@@ -22,7 +21,6 @@ MUTANTS = (
         "pass",
         breaks="I11",
         source="I11",
-        killers=("tests:metrics/a_checkpoint_that_validates_best_later_is_kept", "traces"),
     ),
     mutant(
         "metrics-prune-before-the-latest-was-read",
@@ -31,7 +29,6 @@ MUTANTS = (
         "if True:",
         breaks="I2",
         source="I2",
-        killers=("tests:metrics/metrics_prune_nothing_before_the_latest_was_read",),
         why="the last good checkpoint goes, and then the latest turns out to be damaged",
     ),
     mutant(
@@ -41,10 +38,6 @@ MUTANTS = (
         "if c.step not in {of.step for of in self._known} and c.step > self._floor",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:test_follower.py::test_steps_that_come_again_after_a_rollback_are_new",
-            "tests:test_follower.py",
-        ),
         why="the evaluator is silent until the job is beyond the step that it has seen",
     ),
     mutant(
@@ -54,10 +47,6 @@ MUTANTS = (
         "return found",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:test_follower.py::test_a_step_that_is_rolled_back_before_it_was_given",
-            "tests:test_follower.py",
-        ),
         why="the files are moved away under the reader",
     ),
     mutant(
@@ -67,7 +56,6 @@ MUTANTS = (
         "return False",
         breaks="F9",
         source="F9",
-        killers=("tests:test_follower.py::test_F9_the_newest_directory_may_show_late",),
     ),
     mutant(
         "a-reader-takes-another-runs-directory",
@@ -76,9 +64,6 @@ MUTANTS = (
         "pass",
         breaks="I2",
         source="review",
-        killers=(
-            "tests:test_follower.py::test_a_directory_of_another_run_is_passed_over_and_told_once",
-        ),
         why="both runs have one schedule, so their attempts have the same names",
     ),
     mutant(
@@ -88,7 +73,6 @@ MUTANTS = (
         "pass",
         breaks="I7",
         source="F14",
-        killers=("tests:test_follower.py::test_a_long_body_is_no_end_of_the_lease",),
         why="the step is pruned while it is evaluated",
     ),
     mutant(
@@ -98,10 +82,6 @@ MUTANTS = (
         "pass",
         breaks="I7",
         source="order",
-        killers=(
-            "tests:test_follower.py::test_the_lease_is_held_while_the_body_runs",
-            "tests:test_follower.py",
-        ),
         why="each step that was evaluated stays until its lease expires",
     ),
 )

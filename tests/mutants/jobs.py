@@ -12,10 +12,6 @@ MUTANTS = (
         "True",
         breaks="I7",
         source="order",
-        killers=(
-            "tests:test_runner.py::test_another_attempt_at_the_step_is_another_checkpoint",
-            "tests:test_runner.py",
-        ),
         why="an export is recorded for a checkpoint that was rolled back",
     ),
     mutant(
@@ -25,7 +21,6 @@ MUTANTS = (
         "there = tracked",
         breaks="I7",
         source="order",
-        killers=("tests:test_jobs.py", "tests:test_runner.py"),
         why="retention is faster than the jobs, and nobody hears of it",
     ),
     mutant(
@@ -35,7 +30,6 @@ MUTANTS = (
         "if False:",
         breaks="F2",
         source="F2",
-        killers=("tests:test_jobs.py",),
         why="each start of the training is killed for the memory of the same job",
     ),
     mutant(
@@ -45,7 +39,6 @@ MUTANTS = (
         "return []",
         breaks="F14",
         source="order",
-        killers=("tests:test_jobs.py",),
     ),
     mutant(
         "an-attempt-begins-unrecorded",
@@ -54,7 +47,6 @@ MUTANTS = (
         "",
         breaks="F2",
         source="order",
-        killers=("tests:test_runner.py",),
         why="an attempt that brings the machine down is not counted",
     ),
     mutant(
@@ -64,7 +56,6 @@ MUTANTS = (
         "pass",
         breaks="F2",
         source="F2",
-        killers=("tests:test_runner.py::test_F2_the_next_process_begins_again",),
         why="the step of a job stays for ten minutes after each crash",
     ),
     mutant(
@@ -74,7 +65,6 @@ MUTANTS = (
         "",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_runner.py::test_F12_an_older_owner_stops",),
     ),
     mutant(
         "a-child-of-an-attempt-outlives-it",
@@ -83,7 +73,6 @@ MUTANTS = (
         "pass",
         breaks="I7",
         source="order",
-        killers=("tests:test_job_process.py::test_all_that_an_attempt_started_ends_with_it",),
         why="an upload in the background reads a step without a lease",
     ),
     mutant(
@@ -93,6 +82,5 @@ MUTANTS = (
         "except OSError as error:",
         breaks="I10",
         source="order",
-        killers=("tests:test_runner.py::test_an_error_of_a_job_is_its_own",),
     ),
 )

@@ -59,8 +59,6 @@ class Mutant:
     - ``breaks``: the promise (``I2``) or the fault rule (``F24``) that the bug violates.
     - ``source``: the public report of the behaviour that the bug brings back, or the kind of slip
       (``fsync``, ``order``, ``fencing``, ``table``, ...).
-    - ``killers``: the layers likely to see the bug, the quickest first: a hint that saves time and
-      nothing else.
     - ``why``: the consequence, where the name does not tell it.
     """
 
@@ -68,7 +66,6 @@ class Mutant:
     breaks: str
     source: str
     edits: tuple[Edit, ...]
-    killers: tuple[str, ...] = ()
     why: str = ""
 
 
@@ -80,12 +77,11 @@ def mutant(
     *more: tuple[str, str, str],
     breaks: str,
     source: str,
-    killers: Sequence[str] = (),
     why: str = "",
 ) -> Mutant:
     """A mutant of one replacement, or of several: ``more`` are (where, old, new)."""
     edits = tuple(Edit(*edit) for edit in ((where, old, new), *more))
-    return Mutant(name, breaks, source, edits, tuple(killers), why)
+    return Mutant(name, breaks, source, edits, why)
 
 
 def mutated_sources(planted: Mutant) -> dict[str, str]:

@@ -14,7 +14,6 @@ MUTANTS = (
         "return save + 2 * look",
         breaks="F25",
         source="order",
-        killers=("tests:test_preemption.py", ALLOCATION),
         why="a save that has just begun delays the last one beyond the end",
     ),
     mutant(
@@ -24,7 +23,6 @@ MUTANTS = (
         "return 2 * save",
         breaks="F25",
         source="order",
-        killers=("tests:test_preemption.py", ALLOCATION),
     ),
     mutant(
         "half-of-the-saves-are-quick-enough",
@@ -33,7 +31,6 @@ MUTANTS = (
         "return ordered[len(ordered) // 2]",
         breaks="F25",
         source="order",
-        killers=("tests:test_preemption.py", ALLOCATION),
     ),
     mutant(
         "a-save-that-was-not-measured-takes-no-time",
@@ -42,7 +39,6 @@ MUTANTS = (
         "if facts.saves_s else 0.0",
         breaks="F25",
         source="order",
-        killers=("tests:test_preemption.py",),
     ),
     mutant(
         "the-end-moves-with-the-wall-clock",
@@ -51,7 +47,6 @@ MUTANTS = (
         "if True:",
         breaks="F14",
         source="F14",
-        killers=(ALLOCATION,),
     ),
     mutant(
         "the-end-is-told-at-every-look",
@@ -60,7 +55,6 @@ MUTANTS = (
         "pass",
         breaks="F25",
         source="order",
-        killers=(ALLOCATION,),
         why="a job saves again and again until it is killed in the middle of a save",
     ),
     mutant(
@@ -70,7 +64,6 @@ MUTANTS = (
         "except OSError as error:",
         breaks="F24",
         source="F24",
-        killers=(ALLOCATION,),
     ),
     mutant(
         "a-rank-keeps-the-end-to-itself",
@@ -79,7 +72,6 @@ MUTANTS = (
         "agreed[_PREEMPTED] or flags[_ENDING]:",
         breaks="I10",
         source="order",
-        killers=("tests:test_manager.py::test_the_end_that_one_rank_knows_of_is_agreed",),
         why="a rank saves alone, and waits for the others",
     ),
     mutant(
@@ -89,6 +81,5 @@ MUTANTS = (
         "pass",
         breaks="F25",
         source="order",
-        killers=("tests:test_manager.py::test_the_end_is_found_by_the_saves_of_this_run",),
     ),
 )

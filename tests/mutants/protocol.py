@@ -29,7 +29,6 @@ ORDER = (
         '    say(log.info, "transition", _told(record), record=record)',
         breaks="I11",
         source="order",
-        killers=("simulation", "processes"),
     ),
     mutant(
         "pruned-before-prunable-is-journaled",
@@ -42,7 +41,6 @@ ORDER = (
         "    record = self._record(moved)",
         breaks="I1",
         source="order",
-        killers=("simulation", "processes"),
         why="a crash in between leaves a tracked checkpoint without its directory",
     ),
     mutant(
@@ -57,7 +55,6 @@ ORDER = (
         "if checkpoint.state is State.FINALIZED:",
         breaks="I2",
         source="order",
-        killers=("simulation", "processes"),
     ),
     mutant(
         "published-before-the-manifest",
@@ -73,7 +70,6 @@ ORDER = (
         ),
         breaks="I4",
         source="order",
-        killers=("simulation", "processes"),
     ),
     mutant(
         "tracker-after-the-move-to-quarantine",
@@ -91,10 +87,6 @@ ORDER = (
         ),
         breaks="I2",
         source="order",
-        killers=(
-            "tests:tracker/the_tracker_moves_before_what_it_names_goes_to_quarantine",
-            "simulation",
-        ),
     ),
     mutant(
         "rollback-without-intent",
@@ -103,7 +95,6 @@ ORDER = (
         "",
         breaks="I8",
         source="order",
-        killers=("simulation", "traces"),
         why="a crash in the middle undoes the rollback, or half of it",
     ),
     mutant(
@@ -113,7 +104,6 @@ ORDER = (
         "pass",
         breaks="I8",
         source="order",
-        killers=("tests:rollback/an_unfinished_rollback_stops_the_job",),
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
@@ -122,7 +112,6 @@ ORDER = (
         "aside = move_aside(self.storage, source, gone_dir(checkpoint.id))",
         breaks="F27",
         source="order",
-        killers=("tests:prune/the_trash_waits_for_a_prune_that_is_undecided", "simulation"),
         why="a reader's step, moved aside a moment too early, cannot be brought back",
     ),
     mutant(
@@ -132,7 +121,6 @@ ORDER = (
         "aside = move_aside(self.storage, directory, gone_dir(checkpoint.id))",
         breaks="I4",
         source="F8",
-        killers=("tests:clean_up/the_trash_waits_until_a_failed_attempt_is_durably_there",),
         why="a power loss brings an attempt in place back under its published name, gutted",
     ),
     mutant(
@@ -142,7 +130,6 @@ ORDER = (
         "self._await_directory()\nself._mark()",
         breaks="F27",
         source="order",
-        killers=("exhaustive", "simulation"),
     ),
     mutant(
         "reader-does-not-look",
@@ -151,7 +138,6 @@ ORDER = (
         "return True",
         breaks="F27",
         source="order",
-        killers=("exhaustive", "simulation"),
         why="a reader is told that a pruned step is there",
     ),
     mutant(
@@ -161,7 +147,6 @@ ORDER = (
         "if idle or not self._idle_at_last_tick:",
         breaks="F5",
         source="order",
-        killers=("tests:test_coordinator.py",),
         why="a published save waits for its tracker until its deadline",
     ),
     mutant(
@@ -172,7 +157,6 @@ ORDER = (
         "restored = self.load(located, named, verified)",
         breaks="F27",
         source="order",
-        killers=("tests:test_manager.py::test_F27_restore_holds_a_lease_while_it_loads",),
     ),
     mutant(
         "tracker-not-repaired-at-start",
@@ -181,7 +165,6 @@ ORDER = (
         "",
         breaks="F18",
         source="order",
-        killers=("corruption", "simulation"),
     ),
     mutant(
         "late-retry-takes-the-tracker-back",
@@ -190,7 +173,6 @@ ORDER = (
         "if False:",
         breaks="I2",
         source="order",
-        killers=("tests:tracker/a_late_retry_does_not_take_the_tracker_back", "simulation"),
     ),
 )
 
@@ -202,10 +184,6 @@ LOOKS = (
         "if False:",
         breaks="I2",
         source="read-back",
-        killers=(
-            "tests:tracker/a_tracker_that_reads_back_as_another_is_not_acknowledged",
-            "simulation",
-        ),
     ),
     mutant(
         "published-name-not-read-back",
@@ -222,7 +200,6 @@ LOOKS = (
         ),
         breaks="I3",
         source="read-back",
-        killers=("tests:clean_up/a_rename_that_did_not_happen_publishes_nothing", "simulation"),
         why="a rename that failed is taken for done",
     ),
     mutant(
@@ -232,10 +209,6 @@ LOOKS = (
         "except Fenced:",
         breaks="I1",
         source="F8",
-        killers=(
-            "tests:test_coordinator.py::test_F8_a_publish_of_unknown_outcome_is_fatal",
-            "simulation",
-        ),
         why="a checkpoint that may be published is failed and taken away",
     ),
     mutant(
@@ -245,10 +218,6 @@ LOOKS = (
         "if False:",
         breaks="I1",
         source="F5",
-        killers=(
-            "tests:clean_up/a_published_attempt_survives_a_manifest_that_cannot_be_read",
-            "simulation",
-        ),
     ),
     mutant(
         "another-attempts-manifest-is-our-commit",
@@ -257,10 +226,6 @@ LOOKS = (
         "found.manifest.step == checkpoint.step",
         breaks="I5",
         source="F11",
-        killers=(
-            "tests:test_engine.py::test_I5_the_manifest_of_another_attempt_is_not_our_commit",
-            "tests:test_coordinator.py::test_I5_another_attempt_at_our_name_is_not_ours_published",
-        ),
     ),
     mutant(
         "a-mount-is-pruned",
@@ -269,9 +234,6 @@ LOOKS = (
         "return None",
         breaks="F16",
         source="F16",
-        killers=(
-            "tests:test_coordinator.py::test_F16_a_checkpoint_that_became_a_mount_is_not_pruned",
-        ),
         why="no rename can move a mount, so that the prune is tried for ever",
     ),
     mutant(
@@ -281,7 +243,6 @@ LOOKS = (
         "_kept_as_the_last(facts)",
         breaks="I7",
         source="F27",
-        killers=("exhaustive", "simulation"),
     ),
     mutant(
         "prune-does-not-look-first",
@@ -295,7 +256,6 @@ LOOKS = (
         "    return self._stay(checkpoint, why_kept(decision, facts))",
         breaks="F27",
         source="F27",
-        killers=("tests:prune/a_leased_step_never_leaves_its_name", "simulation"),
         why="a leased step is away for a moment",
     ),
     mutant(
@@ -305,7 +265,6 @@ LOOKS = (
         "return Pruned(aside=aside)",
         breaks="F27",
         source="F27",
-        killers=("exhaustive", "simulation"),
         why="the second look of the pruner: a lease taken between look and rename",
     ),
     mutant(
@@ -315,7 +274,6 @@ LOOKS = (
         "return Pruned()",
         breaks="F27",
         source="F17",
-        killers=("tests:prune/a_pruned_step_comes_back_for_a_reader", "simulation"),
         why="a crash between the move and the second look",
     ),
     mutant(
@@ -325,7 +283,6 @@ LOOKS = (
         "if False:",
         breaks="I2",
         source="F17",
-        killers=("tests:test_coordinator.py", "simulation"),
         why="a tracker edited by hand names the one that is pruned",
     ),
     mutant(
@@ -335,7 +292,6 @@ LOOKS = (
         "return None",
         breaks="I2",
         source="F19",
-        killers=("tests:prune/nothing_is_pruned_while_the_newer_one_is_away", "simulation"),
     ),
     mutant(
         "prune-takes-whatever-has-the-name",
@@ -344,7 +300,6 @@ LOOKS = (
         "pass",
         breaks="I1",
         source="F15",
-        killers=("tests:prune/the_trash_waits_for_a_prune_that_is_undecided",),
         why="also a later attempt's directory, or a person's",
     ),
     mutant(
@@ -359,7 +314,6 @@ LOOKS = (
         "facts",
         breaks="I4",
         source="verl (open): gutted directory",
-        killers=("simulation", "processes"),
         why="a deletion that is interrupted leaves a directory that looks like a checkpoint",
     ),
     mutant(
@@ -374,7 +328,6 @@ LOOKS = (
         ),
         breaks="I1",
         source="I1",
-        killers=("fieldbugs", "simulation", "processes"),
         why="published, not yet journaled, killed: a restart throws it away",
     ),
     mutant(
@@ -384,7 +337,6 @@ LOOKS = (
         "move_aside(self.storage, source, trash_dir(checkpoint.id))",
         breaks="I1",
         source="I1",
-        killers=("simulation", "fieldbugs"),
         why="a checkpoint taken out of service, by a person or as damaged, is deleted",
     ),
     mutant(
@@ -394,7 +346,6 @@ LOOKS = (
         "",
         breaks="F21",
         source="F13",
-        killers=("tests:test_coordinator.py", "simulation"),
         why="a late writer's file in the directory",
     ),
     mutant(
@@ -404,7 +355,6 @@ LOOKS = (
         "if there.found in ():\n    raise StepExistsError(",
         breaks="F15",
         source="F15",
-        killers=("tests:test_manager.py::test_adopt_a_stock_directory",),
         why="a complete checkpoint that is not in use is moved away unasked",
     ),
     mutant(
@@ -414,7 +364,6 @@ LOOKS = (
         "",
         breaks="I8",
         source="F26",
-        killers=("tests:test_manager.py::test_adopt_a_manifest_without_a_journal",),
     ),
     mutant(
         "pinned-after-it-is-adopted",
@@ -433,10 +382,6 @@ LOOKS = (
         ),
         breaks="I8",
         source="order",
-        killers=(
-            "tests:adoption/an_adopted_step_stays_wherever_its_opening_is_killed",
-            "simulation",
-        ),
         why="a crash between the two, and retention deletes a stranger's save",
     ),
     mutant(
@@ -446,13 +391,6 @@ LOOKS = (
         "nonce=self._nonce)",
         breaks="F27",
         source="F27",
-        killers=(
-            (
-                "tests:test_coordinator.py::"
-                "test_F27_a_reader_that_renews_keeps_its_step_beyond_the_timeout"
-            ),
-            "simulation",
-        ),
         why="the lease of a reader that lives and renews expires",
     ),
     mutant(
@@ -462,7 +400,6 @@ LOOKS = (
         "known[0] != b'' else now",
         breaks="F27",
         source="F27",
-        killers=("tests:test_coordinator.py", "simulation"),
         why="a reader that lives and renews loses its lease",
     ),
 )
@@ -475,9 +412,6 @@ FENCES = (
         "put(self.storage, path, manifest, tag=self.tag)",
         breaks="I9",
         source="fencing",
-        killers=(
-            "tests:test_races.py::test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name",
-        ),
     ),
     mutant(
         "published-unchecked",
@@ -486,9 +420,6 @@ FENCES = (
         "try:\n    self.storage.rename(directory, target)",
         breaks="I9",
         source="fencing",
-        killers=(
-            "tests:test_races.py::test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name",
-        ),
         why="the check before the manifest is too old: putting the manifest takes time",
     ),
     mutant(
@@ -498,9 +429,6 @@ FENCES = (
         "except PermissionError:\n        return False",
         breaks="I9",
         source="fencing",
-        killers=(
-            "tests:test_permissions.py::test_F12_an_owner_that_cannot_be_looked_at_is_not_dead",
-        ),
         why="nobody but root sees another user's open files, and its job may have lost its lock",
     ),
     mutant(
@@ -510,7 +438,6 @@ FENCES = (
         "if older is not None and older != epoch:",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_ownership.py::test_I9_a_paused_taker_leaves_its_successors_epoch",),
         why="a paused one removes its successor's, and goes on as the owner",
     ),
     mutant(
@@ -520,7 +447,6 @@ FENCES = (
         "False",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_ownership.py",),
         why="a takeover between the look and the new file goes unseen, until the next check",
     ),
     mutant(
@@ -530,7 +456,6 @@ FENCES = (
         "False",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_ownership.py",),
         why="the successor's epoch file was purged, and its segment is not looked at",
     ),
     mutant(
@@ -545,7 +470,6 @@ FENCES = (
         ),
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "an-epoch-that-was-given-out-twice-fences-nobody",
@@ -554,7 +478,6 @@ FENCES = (
         "False",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_ownership.py",),
         why="the number is the older job's too, once all of .ckptfsm was deleted under it",
     ),
     mutant(
@@ -574,7 +497,6 @@ FENCES = (
         ),
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "tracker-is-not-fenced",
@@ -584,7 +506,6 @@ FENCES = (
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag)",
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "prune-is-not-fenced",
@@ -593,7 +514,6 @@ FENCES = (
         "if not self._is_at_its_name(checkpoint):",
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "clean-up-is-not-fenced",
@@ -605,7 +525,6 @@ FENCES = (
         "name = self.layout.published_name(checkpoint.step)",
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "quarantine-is-not-fenced",
@@ -614,7 +533,6 @@ FENCES = (
         "for path in sorted(self.lies_in(TRASH, checkpoint)):",
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "bringing-back-is-not-fenced",
@@ -624,7 +542,6 @@ FENCES = (
         "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
         breaks="I9",
         source="fencing",
-        killers=("tests:prune/a_fenced_pruner_brings_nothing_back",),
     ),
     mutant(
         "what-comes-back-counts-unseen",
@@ -633,7 +550,6 @@ FENCES = (
         "if False:",
         breaks="I2",
         source="F27",
-        killers=("tests:prune/a_pruned_step_that_was_gutted_does_not_count_once_it_is_back",),
         why="a directory gutted before its prune is brought back for its reader",
     ),
     mutant(
@@ -644,7 +560,6 @@ FENCES = (
         "    return there.of == checkpoint.id",
         breaks="I8",
         source="F16",
-        killers=("tests:test_recovery.py",),
         why="another run's directory at the name of a withdrawn, adopted one is evidence",
     ),
     mutant(
@@ -654,9 +569,6 @@ FENCES = (
         "return left and (facts.in_trash or facts.in_quarantine)",
         breaks="I8",
         source="F16",
-        killers=(
-            "tests:fresh_start/a_fresh_start_leaves_nothing_at_the_name_of_what_lies_in_the_trash",
-        ),
         why="a fresh start leaves the save that a stock trainer made there since",
     ),
     mutant(
@@ -666,7 +578,6 @@ FENCES = (
         "return facts.in_trash",
         breaks="I8",
         source="F16",
-        killers=("tests:rollback/a_strangers_directory_where_a_step_was_rolled_back_stays",),
         why="a save that another program has begun there is moved aside as ours",
     ),
     mutant(
@@ -676,7 +587,6 @@ FENCES = (
         "there = inspect_published(",
         breaks="I1",
         source="order",
-        killers=("tests:prune/a_directory_that_came_back_gutted_is_looked_at_again",),
         why="a power loss puts a checkpoint that is tracked again back into the trash",
     ),
     mutant(
@@ -686,7 +596,6 @@ FENCES = (
         "frozenset(),",
         breaks="I7",
         source="F27",
-        killers=("tests:prune/a_fenced_prune_of_the_only_step_is_not_deleted_by_its_successor",),
         why="a stranger's directory at its name goes to quarantine",
     ),
     mutant(
@@ -696,9 +605,6 @@ FENCES = (
         "return Pruned()",
         breaks="I7",
         source="F27",
-        killers=(
-            "tests:prune/a_step_that_a_reader_holds_is_not_deleted_for_a_strangers_directory",
-        ),
         why="the step lies in the trash, and its name is taken when its reader needs it back",
     ),
     mutant(
@@ -708,10 +614,6 @@ FENCES = (
         "if False:  # it",
         breaks="I2",
         source="F19",
-        killers=(
-            "tests:test_recovery.py",
-            "tests:adoption/a_step_that_was_missing_and_is_saved_again_is_kept",
-        ),
         why="a stock trainer's save goes to quarantine, and the run falls back",
     ),
     mutant(
@@ -721,7 +623,6 @@ FENCES = (
         "",
         breaks="I8",
         source="F16",
-        killers=("tests:fresh_start/a_fresh_start_refuses_a_mount",),
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
@@ -730,10 +631,6 @@ FENCES = (
         "return _kept_by_people(facts) or nothing_else",
         breaks="I7",
         source="F17",
-        killers=(
-            "tests:prune/the_last_whole_step_comes_back_from_the_trash",
-            "exhaustive",
-        ),
         why="the newer one, which made it removable, was damaged since: the last whole one is deleted",
     ),
     mutant(
@@ -745,10 +642,6 @@ FENCES = (
         "for step, prunes in ():",
         breaks="I7",
         source="F17",
-        killers=(
-            "tests:prune/an_adopted_step_that_a_person_moved_to_quarantine_is_not_what_stock_saved",
-            "exhaustive",
-        ),
     ),
     mutant(
         "a-left-out-part-has-its-checkpoints-name",
@@ -757,7 +650,6 @@ FENCES = (
         "return attempt_name(of)",
         breaks="F27",
         source="F27",
-        killers=("tests:test_layout.py::test_names_of_directories_that_were_moved_aside",),
         why="half a checkpoint comes back for its reader",
     ),
     mutant(
@@ -767,9 +659,6 @@ FENCES = (
         "moved = frozenset()\nfound",
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:prune/a_step_that_a_reader_holds_is_not_deleted_for_a_strangers_directory",
-        ),
         why="the move was done before, and a save made there meanwhile goes too",
     ),
     mutant(
@@ -779,7 +668,6 @@ FENCES = (
         "lost=frozenset()",
         breaks="I8",
         source="F33",
-        killers=("tests:restart/a_refused_start_is_refused_again",),
         why="the next one begins from zero",
     ),
     mutant(
@@ -789,9 +677,6 @@ FENCES = (
         'if resume == "fresh":\n    refuse_leftovers',
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:fresh_start/an_interrupted_fresh_start_refuses_before_it_changes_anything",
-        ),
     ),
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
@@ -800,7 +685,6 @@ FENCES = (
         'used = tracker.found == "release"',
         breaks="I8",
         source="F33",
-        killers=("tests:fresh_start/an_interrupted_fresh_start_then_a_stock_save_is_refused",),
         why="a month of another trainer's goes to quarantine, and the run begins from zero",
     ),
     mutant(
@@ -810,7 +694,6 @@ FENCES = (
         "used = False",
         breaks="I8",
         source="F33",
-        killers=("tests:rollback/an_interrupted_rollback_then_a_stock_save_is_refused",),
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
@@ -819,7 +702,6 @@ FENCES = (
         "if True:\n    self._finish_rollback",
         breaks="I8",
         source="F33",
-        killers=("tests:fresh_start/a_fresh_start_does_not_leave_what_waits_to_be_tracked",),
         why="the fresh start is refused, and the next start resumes from that checkpoint",
     ),
     mutant(
@@ -829,9 +711,6 @@ FENCES = (
         "if there is None:\n    return False",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:test_recovery.py::test_I8_a_directory_at_a_known_step_may_be_of_another_trainer",
-        ),
         why="a step that a stock trainer saved again goes to quarantine",
     ),
     mutant(
@@ -841,7 +720,6 @@ FENCES = (
         "return self",
         breaks="I8",
         source="F33",
-        killers=("tests:rollback/our_own_tracker_above_a_damaged_target_is_no_newcomers",),
         why="a rollback to a target that was damaged is refused",
     ),
     mutant(
@@ -851,12 +729,6 @@ FENCES = (
         "return True",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_recovery.py::"
-                "test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_a_lost_step"
-            ),
-        ),
         why="the tracker names a lost checkpoint, and the rollback is refused for ever",
     ),
     mutant(
@@ -866,7 +738,6 @@ FENCES = (
         "if False:\n    evidence = replace(",
         breaks="I10",
         source="F33",
-        killers=("tests:fresh_start/a_fresh_start_is_planned_as_it_is_carried_out",),
         why="the code that moves directories does not see the tracker any more, and decides otherwise",
     ),
     mutant(
@@ -876,7 +747,6 @@ FENCES = (
         "self._retire_due = True",
         breaks="I7",
         source="F21",
-        killers=("tests:fresh_start/a_fresh_start_deletes_nothing",),
         why="checkpoints that a roll forward supersedes are deleted, where all are to be kept",
     ),
     mutant(
@@ -886,10 +756,6 @@ FENCES = (
         "if record.step <= (self.target or 0):",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:rollback/only_the_loss_of_the_target_lifts_the_tracker",
-            "tests:test_journal.py",
-        ),
         why="a stock trainer's save is moved away, as an old checkpoint was damaged meanwhile",
     ),
     mutant(
@@ -899,7 +765,6 @@ FENCES = (
         "names = list_names(storage, TRASH)",
         breaks="I1",
         source="fencing",
-        killers=("tests:prune/a_fenced_prune_of_the_only_step_is_not_deleted_by_its_successor",),
         why="a fenced manager's late rename moved a checkpoint there that the successor tracks",
     ),
     mutant(
@@ -909,7 +774,6 @@ FENCES = (
         "if begun_here:",
         breaks="I1",
         source="F16",
-        killers=("tests:clean_up/a_stock_save_beside_a_failed_attempt_is_not_deleted",),
         why="a stock trainer's save over a failed attempt, in a format that is not judged",
     ),
     mutant(
@@ -919,7 +783,6 @@ FENCES = (
         "marked = True",
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_clean_up_tried_again_takes_no_save_of_another_trainer",),
         why="a trainer's unfinished save, where the clean-up's first try had moved the attempt itself",
     ),
     mutant(
@@ -929,7 +792,6 @@ FENCES = (
         "return any(\n    path.startswith(inner)",
         breaks="I1",
         source="F16",
-        killers=("tests:clean_up/a_stock_save_beside_a_failed_attempt_is_not_deleted",),
         why="a stock trainer saved into the directory of a failed attempt, in an older format",
     ),
     mutant(
@@ -939,9 +801,6 @@ FENCES = (
         "return False",
         breaks="I8",
         source="F16",
-        killers=(
-            "tests:in_place/a_roll_forward_stops_where_a_stock_trainer_saved_the_same_shapes",
-        ),
         why="our metadata over a stock trainer's shards",
     ),
     mutant(
@@ -951,7 +810,6 @@ FENCES = (
         "if False:",
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_roll_forward_writes_over_nobody_elses_metadata",),
         why="a stock trainer's metadata, where the tracker does not tell of its save",
     ),
     mutant(
@@ -961,7 +819,6 @@ FENCES = (
         "begun_here = facts.marked and facts.at_name in (AtName.UNFINISHED, AtName.TORN)",
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_torn_manifest_beside_an_undecided_prune_is_kept",),
         why="a published checkpoint is deleted as the remains of an interrupted save",
     ),
     mutant(
@@ -971,7 +828,6 @@ FENCES = (
         "",
         breaks="I9",
         source="fencing",
-        killers=("tests:in_place/no_late_manifest_lands_in_an_adopted_checkpoint",),
         why="a stock trainer's checkpoint, in use, is withdrawn as one of ours that is damaged",
     ),
     mutant(
@@ -981,7 +837,6 @@ FENCES = (
         "if of := parse_attempt(first):",
         breaks="I1",
         source="F16",
-        killers=("tests:prune/a_directory_that_a_person_renamed_in_the_trash_is_kept",),
         why="1.e1.a1.bak in the trash is given up and deleted",
     ),
     mutant(
@@ -991,7 +846,6 @@ FENCES = (
         "return self._bring_back(checkpoint, paths[0], why_kept(left, facts))",
         breaks="F27",
         source="fencing",
-        killers=("tests:prune/of_two_directories_in_the_trash_the_attempts_own_comes_back",),
         why="a stranger's save gets the name of a step that a reader holds",
     ),
     mutant(
@@ -1001,7 +855,6 @@ FENCES = (
         "held = False",
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_clean_up_tried_again_leaves_what_was_adopted",),
         why="a tracked, pinned checkpoint, once we wrote the tracker",
     ),
     mutant(
@@ -1011,7 +864,6 @@ FENCES = (
         "still = decide_in_place(facts)",
         breaks="I1",
         source="race",
-        killers=("tests:in_place/a_step_that_is_completed_while_it_is_moved_is_not_deleted",),
         why="a stock trainer completes its save between look and move",
     ),
     mutant(
@@ -1023,7 +875,6 @@ FENCES = (
         "facts = replace(facts, holds=replace(facts.holds, tracker_step=before))",
         breaks="I1",
         source="race",
-        killers=("tests:in_place/a_step_that_is_put_in_use_while_it_is_pruned_is_not_deleted",),
         why="a stock trainer saves the step again between look and move",
     ),
     mutant(
@@ -1033,7 +884,6 @@ FENCES = (
         "return False",
         breaks="I7",
         source="F27",
-        killers=("tests:in_place/a_clean_up_tried_again_leaves_what_a_reader_holds",),
         why="a clean-up that was put off takes a checkpoint that a reader holds",
     ),
     mutant(
@@ -1043,7 +893,6 @@ FENCES = (
         "return True",
         breaks="I2",
         source="F16",
-        killers=("tests:in_place/a_failed_attempt_is_not_adopted_after_our_own_later_save",),
         why="a failed attempt is adopted, or left at its name for good",
     ),
     mutant(
@@ -1053,7 +902,6 @@ FENCES = (
         "return tracker.step == checkpoint.step",
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_tracker_at_a_step_that_was_left_tells_of_another_trainer",),
         why="a stock trainer's saves go to quarantine, or are deleted",
     ),
     mutant(
@@ -1063,7 +911,6 @@ FENCES = (
         "return not tracker.by_us",
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_step_that_a_person_puts_in_use_is_no_failed_attempts",),
         why="a stock trainer's save goes to quarantine, which a person has just put in use",
     ),
     mutant(
@@ -1073,7 +920,6 @@ FENCES = (
         'return b"%d" % step',
         breaks="I1",
         source="F16",
-        killers=("tests:in_place/a_tracker_at_a_step_that_was_left_tells_of_another_trainer",),
         why="nothing tells any more which program wrote the tracker last",
     ),
     mutant(
@@ -1083,7 +929,6 @@ FENCES = (
         "pass",
         breaks="I9",
         source="F13",
-        killers=("tests:test_coordinator.py::test_I9_a_fenced_coordinator_asks_for_no_finalizers",),
         why="a job that was paused behind its writers puts its metadata over a tracked checkpoint's",
     ),
     mutant(
@@ -1093,7 +938,6 @@ FENCES = (
         "put(storage, path, encode_sealed(receipt), tag=str(job.of))",
         breaks="I9",
         source="F13",
-        killers=("tests:in_place/a_writer_that_was_paused_leaves_a_successors_receipts",),
         why="a writer that was paused replaces the receipt of a tracked checkpoint",
     ),
     mutant(
@@ -1103,7 +947,6 @@ FENCES = (
         "if False:",
         breaks="I2",
         source="F5",
-        killers=("tests:in_place/nothing_is_written_in_place_where_the_tracker_is",),
         why="the tracker names a save in flight, and if that fails, a start resumes from it",
     ),
     mutant(
@@ -1113,7 +956,6 @@ FENCES = (
         "return adopted",
         breaks="I10",
         source="F5",
-        killers=("tests:in_place/a_failed_attempt_where_an_adopted_step_was_gives_space_back",),
         why="each failed save at the step of an adopted one that was left stays in quarantine",
     ),
     mutant(
@@ -1123,9 +965,6 @@ FENCES = (
         "c.state is not State.QUARANTINED",
         breaks="I1",
         source="I1",
-        killers=(
-            "tests:in_place/an_adopted_step_that_was_withdrawn_is_not_given_up_with_a_failed_attempt",
-        ),
         why="a checkpoint taken out of service is deleted with a failed attempt",
     ),
     mutant(
@@ -1135,7 +974,6 @@ FENCES = (
         "}",
         breaks="I8",
         source="F33",
-        killers=("tests:in_place/a_save_that_has_only_begun_is_no_evidence_for_what_was_staged",),
         why="every start is refused over a directory that was only begun",
     ),
     mutant(
@@ -1145,9 +983,6 @@ FENCES = (
         "staying, failed = [d for d in known if d not in leaving], []",
         breaks="I8",
         source="order",
-        killers=(
-            "tests:in_place/a_failed_attempt_is_cleaned_up_while_the_tracker_tells_who_went_on",
-        ),
         why="a stock trainer's checkpoint, which the same plan adopts",
     ),
     mutant(
@@ -1157,7 +992,6 @@ FENCES = (
         "self._sort(of, path, given_up=True, sure=True)",
         breaks="I1",
         source="fencing",
-        killers=("tests:clean_up/a_stock_save_over_a_failed_attempt_is_not_deleted",),
         why="a fenced manager's late rename moved a stock trainer's save there",
     ),
     mutant(
@@ -1167,7 +1001,6 @@ FENCES = (
         "named = False",
         breaks="I2",
         source="fencing",
-        killers=("tests:prune/a_step_that_the_tracker_names_comes_back_from_the_trash",),
         why="a person went back to a step in the middle of its prune",
     ),
     mutant(
@@ -1177,9 +1010,6 @@ FENCES = (
         "place = TRASH",
         breaks="I1",
         source="fencing",
-        killers=(
-            "tests:clean_up/an_optional_part_left_out_in_place_does_not_take_a_later_saves_part",
-        ),
         why="a fenced manager's late rename takes a later save's part",
     ),
     mutant(
@@ -1189,7 +1019,6 @@ FENCES = (
         'self._make_durable(TRASH, "")',
         breaks="I10",
         source="fsync",
-        killers=("tests:clean_up/a_staging_directory_that_left_does_not_come_back",),
         why="a power loss brings a failed attempt back to staging, for good",
     ),
     mutant(
@@ -1199,7 +1028,6 @@ FENCES = (
         "return there.of in (None, of)",
         breaks="I1",
         source="fencing",
-        killers=("tests:prune/a_stock_save_after_a_prune_is_not_the_pruned_one",),
         why="a fenced manager's late rename took a stock trainer's there",
     ),
     mutant(
@@ -1209,7 +1037,6 @@ FENCES = (
         "self.append(record, essential=moved.dest is State.FAILED)",
         breaks="F5",
         source="disk",
-        killers=("tests:disk_full/a_full_disk_gets_the_space_of_a_failed_save_back",),
         why="a full disk, and a journal block that is full: the space of a failed save stays taken",
     ),
     mutant(
@@ -1219,7 +1046,6 @@ FENCES = (
         'return there.found == "manifest"',
         breaks="I1",
         source="fencing",
-        killers=("tests:prune/a_step_saved_after_a_prune_is_not_the_pruned_one",),
         why="a fenced manager's late rename took a newer attempt there",
     ),
     mutant(
@@ -1229,9 +1055,6 @@ FENCES = (
         "checkpoint.step, False, checkpoint.id",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:rollback/an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name",
-        ),
         why="its name is not free for the newer one's sake, which is missing: the next start refuses",
     ),
     mutant(
@@ -1241,7 +1064,6 @@ FENCES = (
         "return False",
         breaks="I8",
         source="F33",
-        killers=("tests:test_recovery.py::test_I8_the_newest_that_was_saved_anew_is_anothers",),
         why="a stock trainer's save of the step that the rollback began at goes to quarantine",
     ),
     mutant(
@@ -1251,12 +1073,6 @@ FENCES = (
         ")",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_journal.py::"
-                "test_I8_the_tracker_is_lifted_with_each_step_that_it_was_left_at"
-            ),
-        ),
         why="the second loss does not count, and the root is refused for ever",
     ),
     mutant(
@@ -1266,7 +1082,6 @@ FENCES = (
         "pass",
         breaks="I10",
         source="F33",
-        killers=("tests:fresh_start/a_fresh_start_deletes_nothing",),
         why="retention never has its turn in that run",
     ),
     mutant(
@@ -1276,7 +1091,6 @@ FENCES = (
         "return (",
         breaks="I8",
         source="F33",
-        killers=("tests:test_recovery.py::test_a_roll_forward_over_a_step_in_use_is_said",),
         why="another trainer's line is left without a word, also with strict",
     ),
     mutant(
@@ -1286,9 +1100,6 @@ FENCES = (
         "or True",
         breaks="I8",
         source="F33",
-        killers=(
-            ("tests:test_recovery.py::test_an_unfinished_rollback_warns_of_unrequested_moves"),
-        ),
         why="strict goes on although the target was damaged",
     ),
     mutant(
@@ -1298,9 +1109,6 @@ FENCES = (
         'there.found in ("manifest", "stock")',
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:test_recovery.py::test_I8_a_directory_at_a_known_step_may_be_of_another_trainer",
-        ),
         why="a checkpoint of an older format, that the tracker names, is passed over without a word",
     ),
     mutant(
@@ -1310,7 +1118,6 @@ FENCES = (
         "return True",
         breaks="I8",
         source="F33",
-        killers=("tests:fresh_start/a_fresh_start_does_not_leave_what_waits_to_be_tracked",),
         why="the tracker may name a checkpoint that was adopted only to be moved away",
     ),
     mutant(
@@ -1320,7 +1127,6 @@ FENCES = (
         "if True:\n    self._repair_tracker",
         breaks="I2",
         source="F33",
-        killers=("tests:fresh_start/the_tracker_names_nothing_that_a_fresh_start_adopted",),
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
@@ -1329,7 +1135,6 @@ FENCES = (
         'if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
         source="F33",
-        killers=("tests:fresh_start/a_fresh_start_over_an_interrupted_rollback_begins_afresh",),
     ),
     mutant(
         "a-fresh-start-is-journaled-late",
@@ -1346,9 +1151,6 @@ FENCES = (
         ),
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:fresh_start/a_step_that_a_fresh_start_adopted_is_not_resumed_from_if_it_died",
-        ),
         why="if the start dies, the next resumes from a checkpoint adopted only to be moved away",
     ),
     mutant(
@@ -1358,10 +1160,6 @@ FENCES = (
         "begun_afresh=False",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:fresh_start/a_step_that_a_person_puts_back_is_evidence",
-            "traces",
-        ),
         why="damage from before the fresh start is held against the runs after it",
     ),
     mutant(
@@ -1371,7 +1169,6 @@ FENCES = (
         "return self",
         breaks="I8",
         source="F33",
-        killers=("tests:test_journal.py",),
         why="losses in the runs after it are no evidence: a start from zero",
     ),
     mutant(
@@ -1381,7 +1178,6 @@ FENCES = (
         'facts.checkpoint.reason == "damaged"',
         breaks="I8",
         source="F33",
-        killers=("tests:restart/a_step_that_was_damaged_comes_back_once_a_person_has_repaired_it",),
     ),
     mutant(
         "our-own-tracker-is-a-persons",
@@ -1390,9 +1186,6 @@ FENCES = (
         "named is None",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:rollback/a_step_that_was_rolled_back_does_not_come_back_with_the_next_save",
-        ),
         why="the next save, with its journal record lost, undoes the rollback",
     ),
     mutant(
@@ -1402,9 +1195,6 @@ FENCES = (
         "busy = {d.step for d in known}",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:rollback/the_tracker_does_not_go_below_a_step_that_was_rolled_back_before",
-        ),
         why="a roll forward puts the tracker below the step, and a crash there keeps the step out",
     ),
     mutant(
@@ -1414,9 +1204,6 @@ FENCES = (
         "if d.actions}",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:test_suites.py::test_I2_an_adoption_that_is_cut_short_begins_with_the_newest",
-        ),
         why="older steps are adopted first, and after a death in between a start resumes from these",
     ),
     mutant(
@@ -1426,7 +1213,6 @@ FENCES = (
         "",
         breaks="I8",
         source="order",
-        killers=("tests:restart/the_name_of_the_newest_is_resumed_from_wherever_the_start_dies",),
         why="a death between a withdrawal and the adoption there goes back to something older",
     ),
     mutant(
@@ -1436,9 +1222,6 @@ FENCES = (
         'return checkpoint.in_place and there.found != "manifest"',
         breaks="I8",
         source="F16",
-        killers=(
-            "tests:in_place/a_damaged_step_of_another_run_at_a_failed_attempts_name_is_evidence",
-        ),
         why="one start begins from zero beside it",
     ),
     mutant(
@@ -1448,7 +1231,6 @@ FENCES = (
         "if isinstance(a, Withdrawn)}\nif not gone",
         breaks="I8",
         source="order",
-        killers=("tests:restart/a_withdrawn_step_that_is_still_there_does_not_hide_the_newest",),
         why="a checkpoint known to be damaged is taken for repaired",
     ),
     mutant(
@@ -1458,7 +1240,6 @@ FENCES = (
         "return None",
         breaks="I8",
         source="order",
-        killers=("tests:restart/a_step_that_was_lost_is_the_limit_until_something_is_tracked",),
         why="after a death before a roll forward, a start resumes from an unacknowledged save",
     ),
     mutant(
@@ -1468,7 +1249,6 @@ FENCES = (
         "pass",
         breaks="I2",
         source="order",
-        killers=("tests:restart/the_tracker_falls_back_to_what_is_durable",),
         why="a power loss leaves a tracker that names a stock save of which nothing is left",
     ),
     mutant(
@@ -1478,7 +1258,6 @@ FENCES = (
         "isinstance(a, Adopted)}",
         breaks="I2",
         source="order",
-        killers=("tests:prune/the_tracker_does_not_fall_back_below_a_step_that_was_not_moved",),
         why="a stock trainer goes back two steps if the start dies then",
     ),
     mutant(
@@ -1489,7 +1268,6 @@ FENCES = (
         "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
         breaks="I8",
         source="order",
-        killers=("tests:in_place/a_failed_attempt_is_cleaned_up_before_the_tracker_falls_back",),
         why="a stock trainer's checkpoint in use is moved away with our failed attempt",
     ),
     mutant(
@@ -1499,9 +1277,6 @@ FENCES = (
         "if not gone or",
         breaks="I8",
         source="order",
-        killers=(
-            "tests:test_recovery.py::test_I8_the_tracker_is_put_to_a_staying_step_before_anything_is_withdrawn",
-        ),
     ),
     mutant(
         "the-tracker-leaves-the-target-of-a-rollback",
@@ -1510,12 +1285,6 @@ FENCES = (
         "_fallback",
         breaks="I8",
         source="order",
-        killers=(
-            (
-                "tests:test_recovery.py::"
-                "test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_completed"
-            ),
-        ),
     ),
     mutant(
         "what-was-put-aside-is-overwritten",
@@ -1524,7 +1293,6 @@ FENCES = (
         'move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\nreturn name',
         breaks="I1",
         source="F30",
-        killers=("tests:disk_full/files_in_the_way_of_a_save_are_put_beside_each_other",),
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
@@ -1533,7 +1301,6 @@ FENCES = (
         'named or checkpoint.provenance == "adopted"',
         breaks="I1",
         source="F16",
-        killers=("tests:prune/a_persons_directory_at_the_name_of_an_adopted_step_is_not_pruned",),
         why="a directory that a person put at its name is deleted",
     ),
     mutant(
@@ -1543,9 +1310,6 @@ FENCES = (
         "return of == checkpoint.id",
         breaks="I2",
         source="F21",
-        killers=(
-            "tests:restart/another_runs_checkpoint_with_the_same_attempt_is_not_resumed_from",
-        ),
         why="two runs with one schedule have attempts of the same names",
     ),
     mutant(
@@ -1555,7 +1319,6 @@ FENCES = (
         "last = rest",
         breaks="I2",
         source="order",
-        killers=("tests:prune/a_prune_that_comes_back_does_not_lower_the_tracker",),
         why="below a stock save that is adopted in the same opening, unless a crash comes between",
     ),
     mutant(
@@ -1565,9 +1328,6 @@ FENCES = (
         "self._set_aside[checkpoint.id] = frozenset()",
         breaks="I2",
         source="F33",
-        killers=(
-            "tests:fresh_start/a_move_that_a_power_loss_shows_twice_is_done_again_after_an_error",
-        ),
         why="a power loss showed the checkpoint at both names: a fresh start comes to nothing",
     ),
     mutant(
@@ -1577,7 +1337,6 @@ FENCES = (
         "forget_moved(history.ledger, decided.decisions)",
         breaks="I8",
         source="F33",
-        killers=("tests:restart/a_refused_start_is_refused_again",),
     ),
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
@@ -1586,7 +1345,6 @@ FENCES = (
         "if False:",
         breaks="I8",
         source="F33",
-        killers=("tests:prune/a_root_stays_closed_while_its_newest_step_is_in_the_trash",),
     ),
     mutant(
         "the-tracker-leaves-what-was-saved-again",
@@ -1595,7 +1353,6 @@ FENCES = (
         "and named:",
         breaks="I2",
         source="F19",
-        killers=("tests:restart/a_step_that_another_run_saved_where_ours_was_is_adopted",),
         why="after a crash there the save is newer than the tracker: no start resumes from it",
     ),
     mutant(
@@ -1605,7 +1362,6 @@ FENCES = (
         "self._engine.tracked(step)",
         breaks="I2",
         source="F19",
-        killers=("tests:rollback/a_rollback_looks_at_its_target",),
     ),
     mutant(
         "pruned-before-the-latest-was-read",
@@ -1614,7 +1370,6 @@ FENCES = (
         "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",
         source="F21",
-        killers=("tests:prune/nothing_is_pruned_before_the_latest_was_read",),
     ),
     mutant(
         "pruned-by-a-person-before-the-latest-was-read",
@@ -1623,9 +1378,6 @@ FENCES = (
         'if why := "":',
         breaks="I2",
         source="F21",
-        killers=(
-            "tests:test_changing.py::test_I2_a_person_prunes_nothing_before_the_latest_was_verified",
-        ),
         why="the last good checkpoint goes, and then the latest turns out to be damaged",
     ),
     mutant(
@@ -1635,10 +1387,6 @@ FENCES = (
         "if False:",
         breaks="I2",
         source="F21",
-        killers=(
-            "tests:test_changing.py::test_I2_an_unpin_prunes_nothing_before_the_latest_was_verified",
-            "tests:prune/an_unpin_prunes_nothing_before_the_latest_was_read",
-        ),
         why="the last good checkpoint goes, and then the latest turns out to be damaged",
     ),
     mutant(
@@ -1648,7 +1396,6 @@ FENCES = (
         "pass",
         breaks="I2",
         source="F21",
-        killers=("tests:prune/retention_that_was_put_off_does_not_come_after_a_rollback",),
         why="each step older than the target goes, and then the target turns out to be damaged",
     ),
     mutant(
@@ -1667,7 +1414,6 @@ FENCES = (
         ),
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
     ),
     mutant(
         "emptying-the-trash-is-not-fenced",
@@ -1681,7 +1427,6 @@ FENCES = (
         ),
         breaks="I9",
         source="fencing",
-        killers=("tests:prune/a_fenced_one_leaves_the_trash_alone", "simulation"),
     ),
     mutant(
         "a-fenced-one-goes-on",
@@ -1695,10 +1440,6 @@ FENCES = (
         ),
         breaks="I9",
         source="fencing",
-        killers=(
-            "tests:test_coordinator.py::test_I9_a_fenced_coordinator_changes_nothing",
-            "simulation",
-        ),
     ),
     mutant(
         "the-lock-is-not-asked",
@@ -1707,10 +1448,6 @@ FENCES = (
         "if False:",
         breaks="F12",
         source="fencing",
-        killers=(
-            "tests:test_coordinator.py::test_F12_a_second_one_is_refused_and_disturbs_nothing",
-            "simulation",
-        ),
         why="a second job takes a living root over unasked",
     ),
     mutant(
@@ -1720,9 +1457,6 @@ FENCES = (
         "if True:",
         breaks="F12",
         source="order",
-        killers=(
-            "tests:test_coordinator.py::test_a_start_waits_for_a_command_that_holds_the_root",
-        ),
         why="a job dies at its start because a person pins a step at that moment",
     ),
     mutant(
@@ -1732,7 +1466,6 @@ FENCES = (
         "storage.rename(temporary, _epoch_path(epoch))",
         breaks="I9",
         source="fencing",
-        killers=("simulation",),
         why="rename replaces where link refuses: two managers hold one epoch",
     ),
     mutant(
@@ -1742,7 +1475,6 @@ FENCES = (
         "if closed or",
         breaks="F27",
         source="F27",
-        killers=("tests:test_coordinator.py::test_no_request_is_served_while_this_job_reads",),
         why="a rollback moves the checkpoint that is being loaded",
     ),
     mutant(
@@ -1752,7 +1484,6 @@ FENCES = (
         "pass",
         breaks="I9",
         source="F13",
-        killers=("tests:test_coordinator.py::test_F13_a_fenced_owner_answers_no_request",),
         why="a request to the new owner is refused, or carried out twice",
     ),
 )
@@ -1768,7 +1499,6 @@ JOURNAL = (
         "",
         breaks="F20",
         source="F20",
-        killers=("tests:test_coordinator.py", "corruption"),
     ),
     mutant(
         "checksums-are-not-compared",
@@ -1777,7 +1507,6 @@ JOURNAL = (
         '!= b"" else None',
         breaks="F20",
         source="F20",
-        killers=("tests:test_journal.py", "corruption"),
     ),
     mutant(
         "seals-are-not-checked",
@@ -1787,7 +1516,6 @@ JOURNAL = (
         ("disk.journal:_is_current", "_check_seals(storage, older)", "older"),
         breaks="F20",
         source="F20",
-        killers=("corruption",),
     ),
     mutant(
         "illegal-moves-are-replayed",
@@ -1796,7 +1524,6 @@ JOURNAL = (
         "if False:",
         breaks="I11",
         source="I11",
-        killers=("tests:test_journal.py", "corruption"),
     ),
     mutant(
         "moves-within-the-table-only-by-name",
@@ -1805,7 +1532,6 @@ JOURNAL = (
         "source=State.REQUESTED if moved.source is State.FORKED else moved.source,",
         breaks="I11",
         source="I11",
-        killers=("simulation", "traces"),
         why="the journal says another source than the ledger moved from",
     ),
 )

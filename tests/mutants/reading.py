@@ -12,9 +12,6 @@ MUTANTS = (
         "",
         breaks="I12",
         source="Megatron-LM #1884",
-        killers=(
-            "tests:test_read_back.py::test_I12_a_value_that_the_loader_does_not_take_is_refused",
-        ),
         why="a checkpoint is tracked that no start can load, and older ones are pruned",
     ),
     mutant(
@@ -24,7 +21,6 @@ MUTANTS = (
         "if False:",
         breaks="I12",
         source="order",
-        killers=("tests:test_read_back.py::test_I12_a_place_of_another_kind_is_refused",),
         why="a checkpoint is tracked that no start can load, and older ones are pruned",
     ),
     mutant(
@@ -34,7 +30,6 @@ MUTANTS = (
         "if False:",
         breaks="F21",
         source="F21",
-        killers=("tests:test_pieces.py::test_F21_a_flipped_byte_is_found_and_ends_the_reading",),
     ),
     mutant(
         "a-digest-with-a-hole",
@@ -43,7 +38,6 @@ MUTANTS = (
         "digest.update(piece.view[: PIECE_BYTES - 1])",
         breaks="F21",
         source="F21",
-        killers=("tests:test_pieces.py::test_every_byte_is_handed_out_once_and_in_order",),
         why="a sound checkpoint is withdrawn",
     ),
     mutant(
@@ -53,7 +47,6 @@ MUTANTS = (
         "",
         breaks="F21",
         source="order",
-        killers=("tests:test_pieces.py::test_every_byte_is_handed_out_once_and_in_order",),
         why="a sound checkpoint is withdrawn",
     ),
     mutant(
@@ -63,7 +56,6 @@ MUTANTS = (
         "return",
         breaks="F21",
         source="F5",
-        killers=("tests:test_pieces.py",),
         why="the rest of the file is neither read nor verified, and the load goes on",
     ),
     mutant(
@@ -73,7 +65,6 @@ MUTANTS = (
         "self._handles.pop(piece.file)",
         breaks="I10",
         source="order",
-        killers=("tests:test_pieces.py::test_every_file_is_opened_once_as_it_asks_and_closed",),
     ),
     mutant(
         "a-reading-that-cannot-be-stopped",
@@ -82,7 +73,6 @@ MUTANTS = (
         "if False:",
         breaks="I10",
         source="order",
-        killers=("tests:test_pieces.py::test_a_consumer_that_raises_or_stops_ends_the_reading",),
     ),
     mutant(
         "a-fault-that-was-read-is-passed-over",
@@ -91,7 +81,6 @@ MUTANTS = (
         "if False:",
         breaks="F21",
         source="F21",
-        killers=("tests:test_restoring.py::test_F21_a_fault_in_the_only_checkpoint_raises",),
         why="the trainer gets a state that is not the one that was saved",
     ),
     mutant(
@@ -101,9 +90,6 @@ MUTANTS = (
         "problem = self._everywhere(step, share.result)",
         breaks="I10",
         source="F31",
-        killers=(
-            "tests:test_restoring.py::test_F21_a_fault_that_one_rank_reads_is_a_fault_of_the_checkpoint",
-        ),
         why="the other ranks load, and wait in a collective of the load",
     ),
     mutant(
@@ -113,7 +99,6 @@ MUTANTS = (
         "complete = True",
         breaks="I2",
         source="F21",
-        killers=("tests:test_restoring.py::test_a_step_is_proven_once_its_files_were_read",),
         why="a checkpoint of which no file was compared lets the older ones go",
     ),
     mutant(
@@ -123,9 +108,6 @@ MUTANTS = (
         "if not later",
         breaks="F21",
         source="F21",
-        killers=(
-            "tests:test_restoring.py::test_F21_only_a_file_that_is_read_whole_is_verified_later",
-        ),
     ),
     mutant(
         "a-reading-goes-on-behind-an-interrupt",
@@ -134,7 +116,6 @@ MUTANTS = (
         "pass",
         breaks="I10",
         source="order",
-        killers=("tests:test_restoring.py::test_I10_an_interrupt_stops_the_reading_of_every_rank",),
         why="a thread writes into the state after the call has raised",
     ),
     mutant(
@@ -144,9 +125,6 @@ MUTANTS = (
         "if readers[name]",
         breaks="I10",
         source="order",
-        killers=(
-            "tests:test_restoring.py::test_a_rank_is_told_which_of_its_files_no_other_rank_reads",
-        ),
         why="a file is read from the disk as often as it has replicas",
     ),
     mutant(
@@ -156,7 +134,6 @@ MUTANTS = (
         "pass",
         breaks="F21",
         source="order",
-        killers=("tests:test_fast_load.py::test_a_tensor_behind_another_head_is_not_filled",),
         why="a tensor that was saved in another order of its values is loaded in this one",
     ),
     mutant(
@@ -166,7 +143,6 @@ MUTANTS = (
         "at += len(head) + 1",
         breaks="F21",
         source="order",
-        killers=("tests:test_fast_load.py::test_every_tensor_gets_its_bytes",),
     ),
     mutant(
         "the-rest-of-a-tensor-is-lost",
@@ -175,7 +151,6 @@ MUTANTS = (
         "waiting[-1].start <= piece.offset",
         breaks="F21",
         source="order",
-        killers=("tests:test_fast_load.py::test_every_tensor_gets_its_bytes",),
         why="stock's load fills a tensor that lies in two pieces, which takes longer",
     ),
     mutant(
@@ -185,7 +160,6 @@ MUTANTS = (
         "True",
         breaks="F21",
         source="order",
-        killers=("tests:test_fast_load.py::test_a_tensor_behind_another_head_is_not_filled",),
         why="stock's load leaves out a tensor that was not filled",
     ),
 )

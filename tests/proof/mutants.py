@@ -1,89 +1,51 @@
-"""Mutants: the library with one planted bug at a time, and which layer sees it, how fast, and how.
+"""Mutants: the library with one planted bug at a time, and which test or layer sees it.
 
-``PYTHONPATH=tests python -m proof.mutants [--only NAME ...] [--list]``
+``PYTHONPATH=tests python -m proof.mutants [--only NAME ...] [--list | --map [--among TEST ...]]``
 
-Rules: every mutant must be seen by some layer of the ``pr`` profile within ``LIMIT_S``. A layer
-runs in a separate process that imports the mutated code; a layer that crashes or hangs has seen
-nothing. The mutant's hints say which layers are asked first; that saves time and decides nothing. A
-control, the unbroken library, must be seen by none; in the gate, the layers and tests beside this
-one are it. A layer that is not there is reported.
+Rules: the map ``tests/mutants/kills.json`` names, for each mutant, a test or a layer of the ``pr``
+profile that sees it. All killers run without a mutant first: one that is red then is a violation, and
+its time sets the limit of the same killer with a mutant. A mutant that cannot be exchanged in place,
+or that is not seen so, is asked about again in an interpreter that imports the mutated text. Whoever
+lives through that is a violation. ``--map`` looks for other killers of those, and writes the map.
 """
 
 from __future__ import annotations
 
 import argparse
-import queue
+import json
 import sys
-import threading
-import time
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
+from fieldbugs.catalogue import REPORTS
+from mutants import warm
 from mutants.catalogue import MUTANTS, by_name
-from mutants.child import CONTROL, SEEDS, TESTS
+from mutants.children import cpu_s
 from mutants.loader import Mutant, mutated_sources
-from mutants.nursery import Nursery
+from mutants.warm import Found, Question
 
-from proof.layer import Budget, LayerResult, Violation, timed
+from proof.exhaustive import SCOPES
+from proof.layer import Budget, LayerResult, Violation, in_memory, timed
 
-LAYERS = (
-    "exhaustive",
-    "inductive",
-    "fieldbugs",
-    "suites",
-    "corruption",
-    "traces",
-    "processes",
-    "simulation",
-    "interrupts",
+MAP = Path(warm.__file__).with_name("kills.json")
+PARTS = (  # of layers, that are tried for a mutant that no test sees
+    *(f"fieldbugs:{report.name}" for report in REPORTS),
+    *(f"simulation:{seed}" for seed in range(50)),
+    *(f"exhaustive:{scope.name}" for scope in SCOPES),
+    *("traces", "corruption", "inductive"),
 )
-LIMIT_S = 60.0
-PROFILE = "pr"  # the layers of the gate must kill them all, whatever profile asks
-_SHARE_S = 30.0  # of a layer, while others are still to be asked
-_HINTED_S = 50.0  # of a layer that the mutant names
-_CONTROL_S = 8.0
-_REPLAY = "PYTHONPATH=tests python -m proof.mutants --only"
-_TESTED_BY = {  # modules that have no test file of their name
-    "assembly": "coordinator",
-    "publishing": "coordinator",
-    "protection": "coordinator",
-    "engine": "coordinator",
-    "torch_dist": "shared_memory",
-    "admitting": "quarantine",
-    "planning": "situation",
-    "plan_run": "coordinator",
-    "receipts": "inspection",
-    "shard_file": "rank_writer",
-    "tied": "spawn",
-    "memory": "refused_calls",
-    "visibility": "rank_writer",
-    "prefetch": "image",
-    "write_process": "write_engine",
-    "write_job": "write_engine",
-    "ports": "fork",
-    "session": "manager",
-    "recovery_refusals": "recovery",
-    "participant": "manager",
-    "reports": "manager",
-    "share": "manager",
-    "coordinator_client": "manager",
-    "handle": "manager",
-    "restoring": "manager",
-    "wiring": "manager",
-    "evidence": "recovery",
-    "rollback": "recovery",
-    "group_worker": "controller",
-    "plain_files": "composite",
-    "mirror": "uploads",
-    "queue": "dropins",
-    "foreign": "dropins",
-    "trainer": "verl_driver",
-}
-
-
+SEARCHED = (
+    *("tests/unit", "tests/histories", "tests/processes", "tests/proof/tests"),
+    *("-m", "not gate and not megatron", "--ignore=tests/proof/tests/test_mutants.py"),
+)
+_AGAIN = "PYTHONPATH=tests python -m proof.mutants --only"
+_RENEW = "PYTHONPATH=tests python -m proof.mutants --map --only"
+Killers = Mapping[str, Sequence[str]]
 Tell = Callable[[str], None]
 
 
@@ -92,170 +54,149 @@ def _nobody(line: str) -> None:
 
 
 @dataclass
-class Verdict:
-    """The fate of one mutant. ``killer`` is empty for a survivor; ``others`` saw nothing."""
+class Verdicts:
+    """What a run has found: ``fates`` by the mutant's name, ``red`` by the killer's."""
 
-    name: str
-    breaks: str
-    source: str
-    killer: str = ""
-    message: str = ""
-    replay: str = ""
-    seconds: float = 0.0
-    cpu_s: float = 0.0
-    others: list[str] = field(default_factory=list)
-    absent: set[str] = field(default_factory=set)
+    fates: dict[str, Found] = field(default_factory=dict)
+    red: dict[str, str] = field(default_factory=dict)
+    limits_s: dict[str, float] = field(default_factory=dict)
+    start_limit_s: float = 0.0
+    candidates: dict[str, list[str]] = field(default_factory=dict)
 
-    def line(self) -> str:
-        """A line of the report."""
-        by = self.killer or "SURVIVED"
-        seen = self.message or "; ".join(self.others)
-        text = " ".join(seen.split())[:100]
-        if "--seed" in self.replay:
-            text += f" (seed {self.replay.split()[-1]})"
-        cost = f"{self.seconds:5.1f} s {self.cpu_s:5.1f} cpu"
-        return f"{self.name:44} {self.breaks:4} {by:24} {cost}  {text}"
+    def hear(self, answer: Found) -> None:
+        """Take in an answer of ``warm.ask``."""
+        if "mutant" in answer:
+            self.fates[answer["mutant"]] = answer
+        elif "limit_s" in answer:
+            self.limits_s[answer["killer"]] = answer["limit_s"]
+            if answer["red"]:
+                self.red[answer["killer"]] = answer["red"]
+        elif "candidates" in answer:
+            self.candidates |= answer["candidates"]
+        else:
+            self.start_limit_s = answer["start_limit_s"]
 
-
-def layers_for(planted: Mutant, layers: Sequence[str]) -> list[str]:
-    """Every layer, the likely killers first; tests before layers, as they see most bugs in a second."""
-    modules = dict.fromkeys(edit.module.rpartition(".")[2] for edit in planted.edits)
-    tests = [f"{TESTS}test_{_TESTED_BY.get(module, module)}.py" for module in modules]
-    named = [killer for killer in planted.killers if killer.startswith(TESTS)]
-    wanted = [*named, *tests, *planted.killers, *layers]
-    known = (*layers, *tests)
-    return [n for n in dict.fromkeys(wanted) if n in known or n.startswith(TESTS)]
+    def survivors(self) -> list[str]:
+        return [name for name, fate in self.fates.items() if "saw" not in fate]
 
 
 def judge(
-    nursery: Nursery, planted: Mutant, layers: Sequence[str], profile: str, limit_s: float = LIMIT_S
-) -> Verdict:
-    """Ask layer after layer until one sees the mutant."""
-    verdict = Verdict(planted.name, planted.breaks, planted.source)
-    began = time.monotonic()
-    order = layers_for(planted, layers)
-    for layer in order:
-        left = limit_s - (time.monotonic() - began)
-        if left <= 0:
-            verdict.others.append("no time left")
-            break
-        share = _HINTED_S if layer in planted.killers else _SHARE_S
-        limit = left if layer == order[-1] else min(left, share)
-        answer = nursery.ask(planted.name, layer, profile, limit)
-        verdict.cpu_s += answer.get("cpu_s", 0.0)
+    killers: Killers, processes: int, tell: Tell = _nobody, search: Sequence[str] = ()
+) -> Verdicts:
+    """The fate of each mutant: in place, then for those that were not seen as they are imported."""
+    verdicts = Verdicts()
+    killers = {name: list(each) for name, each in killers.items()}
+    for answer in warm.ask(Question(killers, processes, list(search))):
+        verdicts.hear(answer)
         if "saw" in answer:
-            verdict.killer, verdict.message = layer, answer["saw"]
-            verdict.replay = answer.get("replay", "")
-            break
-        if "skipped" in answer:
-            verdict.absent.add(f"{layer}: {answer['skipped']}")
-        else:
-            verdict.others.append(
-                f"{layer}: {answer.get('broke') or answer.get('late') or 'saw nothing'}"
-            )
-    verdict.seconds = time.monotonic() - began
-    return verdict
+            tell(line(answer))
+
+    def imported(name: str) -> Found:
+        asked = {name: verdicts.candidates.get(name, killers[name])}
+        limits = {"limits_s": verdicts.limits_s, "start_limit_s": verdicts.start_limit_s}
+        again = Question(asked, **limits)
+        try:
+            [answer] = warm.ask(again, planted=name)
+        except RuntimeError as error:  # the mutated text cannot be imported, or hangs
+            answer = {**verdicts.fates[name], "why": str(error)}
+        answer["cpu_s"] += verdicts.fates[name]["cpu_s"]
+        tell(line(answer))
+        return answer
+
+    again = [name for name in verdicts.survivors() if killers[name] or name in verdicts.candidates]
+    with ThreadPoolExecutor(processes) as pool:
+        for answer in pool.map(imported, again):
+            verdicts.hear(answer)
+    return verdicts
 
 
-def control(
-    nursery: Nursery, layers: Sequence[str], profile: str, verdicts: Sequence[Verdict]
-) -> Iterator[Violation]:
-    """The unbroken library: whoever sees a bug in it would kill every mutant for nothing.
-
-    Every layer is asked for a while, and the simulation runs all the seeds that killed.
-    """
-    seeds = {v.replay.split()[-1]: v.name for v in verdicts if v.killer == "simulation"}
-    if seeds:
-        answer = nursery.ask(CONTROL, SEEDS + ",".join(seeds), profile, LIMIT_S)
-        for seed in answer.get("red", seeds):
-            yield Violation(
-                "",
-                f"seed {seed} is red without {seeds[str(seed)]} too, or cannot be told",
-                f"{_REPLAY} {CONTROL}",
-            )
-    for layer in layers:
-        answer = nursery.ask(CONTROL, layer, profile, _CONTROL_S)
-        problem = answer.get("saw") or answer.get("broke")
-        if problem:
-            yield Violation(
-                "", f"{layer} is red without a mutant: {problem}", f"{_REPLAY} {CONTROL}"
-            )
+def line(fate: Found) -> str:
+    """A line of the report."""
+    planted = by_name(fate["mutant"])
+    killer = fate.get("killer", "SURVIVED").rpartition("/")[2]
+    said = " ".join(fate.get("saw", fate["why"]).split())[:100]
+    return f"{planted.name:44} {planted.breaks:4} {fate['cpu_s']:5.1f} cpu  {killer}: {said}"
 
 
 def run(
     budget: Budget,
     mutants: Sequence[Mutant] = MUTANTS,
-    layers: Sequence[str] = LAYERS,
+    killers: Killers | None = None,
     tell: Tell = _nobody,
 ) -> LayerResult:
     """Judge every mutant, ``budget.processes`` at a time; in a sample one of each promise."""
     result = LayerResult("mutants")
     if budget.profile == "sample":
         mutants = sample_of(mutants)
-    verdicts = judge_all(budget, mutants, layers, tell)
-    killed = [v for v in verdicts if v.killer]
+    killers = read_map() if killers is None else killers
+    used_s = cpu_s()
+    verdicts = judge({m.name: killers.get(m.name, ()) for m in mutants}, budget.processes, tell)
+    used_s = cpu_s() - used_s
     result.violations += [
-        Violation(
-            v.breaks,
-            f"{v.name} ({v.source}) survived: {'; '.join(v.others)}",
-            f"{_REPLAY} {v.name}",
-        )
-        for v in verdicts
-        if not v.killer
+        Violation("", f"{killer} is red without a mutant: {red}", f"python -m pytest '{killer}'")
+        for killer, red in verdicts.red.items()
     ]
-    if budget.profile not in ("sample", PROFILE) and not budget.stop_at_first:
-        with Nursery() as nursery:
-            result.violations += control(nursery, layers, PROFILE, verdicts)
-    result.explored = {"mutants": len(verdicts), "killed": len(killed)}
-    result.notes = [v.line() for v in verdicts]
-    by_layer = Counter(v.killer.partition("::")[0].partition("/")[0] for v in killed)
-    result.kills = dict(Counter(v.killer.partition(":")[0] for v in killed))
-    slowest = max((v.seconds for v in killed), default=0.0)
-    result.notes.append(
-        f"killed by {', '.join(f'{n}: {c}' for n, c in by_layer.most_common())}; slowest {slowest:.1f} s"
+    for planted in mutants:
+        fate = verdicts.fates[planted.name]
+        if "saw" not in fate:
+            what = (
+                f"{planted.name} ({planted.source}) survived: {fate['why']}; if another test sees"
+            )
+            what += f" it, this renews the map: {_RENEW} {planted.name}"
+            result.violations.append(Violation(planted.breaks, what, f"{_AGAIN} {planted.name}"))
+    fates = [verdicts.fates[planted.name] for planted in mutants]
+    killed = [fate["killer"] for fate in fates if "saw" in fate]
+    result.kills = dict(
+        Counter("tests" if "::" in each else each.partition(":")[0] for each in killed)
     )
-    result.notes += sorted({f"absent: {text}" for v in verdicts for text in v.absent})
+    result.explored = {"mutants": len(mutants), "killed": len(killed)}
+    result.notes = [*map(line, fates), f"killed by {result.kills}; {used_s:.0f} processor seconds"]
     return result
 
 
 def sample_of(mutants: Sequence[Mutant]) -> tuple[Mutant, ...]:
-    """A mutant of each promise or rule that is broken, if possible one that a single test sees."""
+    """A mutant of each promise or rule that is broken."""
     found: dict[str, Mutant] = {}
-    for planted in sorted(mutants, key=lambda each: not any("::" in k for k in each.killers)):
+    for planted in mutants:
         found.setdefault(planted.breaks, planted)
     return tuple(found.values())
 
 
-def judge_all(
-    budget: Budget, mutants: Sequence[Mutant], layers: Sequence[str], tell: Tell = _nobody
-) -> list[Verdict]:
-    """In the order of the catalogue. With ``stop_at_first``, none begins after a survivor.
+# --------------------------------------------------------------------------------------- the map
 
-    ``tell`` hears each verdict's line as soon as it is known.
+
+def read_map() -> dict[str, list[str]]:
+    """The killers of each mutant."""
+    killers: dict[str, list[str]] = json.loads(MAP.read_text(encoding="utf-8"))
+    return killers
+
+
+def renew_map(
+    mutants: Sequence[Mutant], among: Sequence[str], processes: int, tell: Tell
+) -> list[str]:
+    """Keep the killers that still see their mutant, look for others, and write the map.
+
+    ``among`` are arguments of pytest: the tests that are tried, before parts of the layers.
+    Returns the mutants that nobody sees.
     """
-    todo: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-    for planted in mutants:
-        todo.put(planted)
-    verdicts: dict[str, Verdict] = {}
-    stop = threading.Event()
-
-    def work() -> None:
-        with Nursery() as nursery:
-            while not stop.is_set():
-                try:
-                    planted = todo.get_nowait()
-                except queue.Empty:
-                    return
-                verdict = judge(nursery, planted, layers, PROFILE)
-                verdicts[planted.name] = verdict
-                tell(verdict.line())
-                if budget.stop_at_first and not verdict.killer:
-                    stop.set()
-
-    with ThreadPoolExecutor(budget.processes) as pool:
-        for working in [pool.submit(work) for _ in range(budget.processes)]:
-            working.result()
-    return [verdicts[planted.name] for planted in mutants if planted.name in verdicts]
+    killers = read_map()
+    seen: dict[str, list[str]] = {}
+    left = [planted.name for planted in mutants]
+    for known, search in ((killers, ()), ({}, among), (dict.fromkeys(left, PARTS), ())):
+        asked = {name: known.get(name, ()) for name in left if search or known.get(name)}
+        verdicts = judge(asked, processes, tell, search) if asked else Verdicts()
+        for name, fate in verdicts.fates.items():
+            if "saw" in fate and fate["killer"] not in verdicts.red:
+                seen[name] = [fate["killer"]]
+        left = [name for name in left if name not in seen]
+    killers |= seen | dict.fromkeys(left, [])
+    entries = [
+        f'  "{planted.name}": {json.dumps(killers[planted.name])}'
+        for planted in MUTANTS
+        if planted.name in killers
+    ]
+    MAP.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+    return left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -263,23 +204,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
-    parser.add_argument("--layers", nargs="+", default=list(LAYERS), help="ask these layers")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="say which mutants there are")
+    parser.add_argument("--map", action="store_true", help="look for killers, and write the map")
+    parser.add_argument("--among", nargs="+", default=SEARCHED, help="files of tests to look in")
     chosen = parser.parse_args(arguments)
+    mutants = [by_name(n) for n in chosen.only] if chosen.only else MUTANTS
     if chosen.list:
         for planted in MUTANTS:
             mutated_sources(planted)
             print(f"{planted.name:44} {planted.breaks:4} {planted.source:36} {planted.why}")
         return 0
-    mutants = [by_name(n) for n in chosen.only if n != CONTROL] if chosen.only else MUTANTS
-
-    def layer(budget: Budget) -> LayerResult:
-        return run(budget, mutants, chosen.layers, partial(print, flush=True))
-
-    result = timed(layer, Budget(processes=chosen.processes))
-    print("\n".join(result.notes[len(mutants) :]))
-    print(result.explored, f"{result.seconds:.0f} s")
+    tell = partial(print, flush=True)
+    tempfile.tempdir = in_memory()  # as in the gate
+    if chosen.map:
+        left = renew_map(mutants, chosen.among, chosen.processes, tell)
+        print(*(f"nobody sees {name}" for name in left), sep="\n")
+        return bool(left)
+    result = timed(partial(run, mutants=mutants, tell=tell), Budget(processes=chosen.processes))
+    print(result.notes[-1], result.explored, f"{result.seconds:.0f} s")
     for violation in result.violations:
         print(f"VIOLATION {violation.promise}: {violation.what}\n  {violation.replay}")
     return 1 if result.violations else 0

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from mutants.child import find_test
-
 from proof import survivors
 from proof.survivors import Judgement, Mutant
 
@@ -72,8 +70,8 @@ def prepare(place: Path, module: str) -> None:
     for name in _FILES:
         shutil.copy(ROOT / name, place / name)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = [Path(find_test(f"test_{name}.py")).relative_to(ROOT) for name in TESTS[module]]
-    tests = ", ".join(f'"{path}"' for path in found)
+    found = [path for name in TESTS[module] for path in (ROOT / "tests").rglob(f"test_{name}.py")]
+    tests = ", ".join(f'"{path.relative_to(ROOT)}"' for path in found)
     section = (
         "\n[tool.mutmut]\n"
         'source_paths = ["ckptfsm"]\n'

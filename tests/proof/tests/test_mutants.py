@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from mutants import anchors, child
+from mutants import anchors, exchange, warm
 from mutants.catalogue import MUTANTS, by_name
 from mutants.loader import Edit, Mutant, mutant, mutated_sources
-from mutants.nursery import Nursery
+from mutants.warm import Question
 from proof import mutants as layer
+from proof.catalogue import layers_of
 from proof.layer import Budget
 
 TESTS = Path(__file__).parents[2]
@@ -134,17 +137,23 @@ def test_every_ordering_of_the_protocol_is_turned_round_by_a_mutant() -> None:
     assert len(set(ORDERINGS.values())) == len(ORDERINGS)
 
 
-def test_every_test_that_is_to_kill_a_mutant_is_there() -> None:
-    """Catches a test that was renamed: it would not be asked about the mutant that it is to kill."""
-    for planted in MUTANTS:
-        for killer in layer.layers_for(planted, ()):
-            for name in killer.removeprefix(child.TESTS).split(","):
-                subject, slash, history = name.partition("/")
-                path, _, test = child.find_test(name).partition("::")
-                defined = f"def {test.partition('[')[0]}("
-                if slash:
-                    path, defined = TESTS / "histories" / f"{subject}.txt", f"== {history}\n"
-                assert not test or defined in Path(path).read_text(), f"{planted.name}: {name}"
+def test_the_map_names_what_kills_each_mutant() -> None:
+    """Catches a mutant that nobody is asked about, and a killer that was renamed or has gone."""
+    killers = layer.read_map()
+    assert [*killers] == [m.name for m in MUTANTS], "python -m proof.mutants --map"
+    gone = {(m, k) for m, each in killers.items() for k in each or [""] if not _is_there(k)}
+    assert not gone, f"python -m proof.mutants --map --only {' '.join(m for m, _ in gone)}"
+
+
+def _is_there(killer: str) -> bool:
+    file, _, test = killer.partition("::")
+    if not test:
+        return killer.partition(":")[0] in layers_of("pr")
+    path, (function, _, parameters) = TESTS.parent / file, test.partition("[")
+    subject, slash, history = parameters.rstrip("]").partition("/")
+    if slash and path.name == "test_histories.py":
+        return f"== {history}\n" in (path.parent / f"{subject}.txt").read_text()
+    return path.exists() and f"def {function}(" in path.read_text()
 
 
 def test_an_old_text_that_moved_is_an_error() -> None:
@@ -227,63 +236,147 @@ except RuntimeError as error:
     ], done.stderr
 
 
-def make_layer(folder: Path, body: str) -> None:
-    (folder / "pretended").mkdir()
-    (folder / "pretended" / "__init__.py").touch()
-    (folder / "pretended" / "one.py").write_text(
-        "import os, time\n"
-        "from ckptfsm.core.errors import Fenced\n"
-        "from ckptfsm.core.documents import FileEntry\n"
-        "from proof.layer import LayerResult, Violation\n"
-        "def run(budget):\n"
-        f"    {body}\n"
-        "    return LayerResult('pretended')\n"
-    )
+BEFORE = "LIMIT = 3\nclass Kept:\n    kept = 1\n    def first(self, most=2):\n        return most\n"
 
 
-ENDS = {
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("return most", "return most + 1", ["first"]),
+        ("return most", "return [lambda: most]", ["first"]),
+        ("class", "\n\nclass", []),  # moved, and the same
+        ("most=2", "most=1", None),
+        ("LIMIT = 3", "LIMIT = 2", None),
+        ("kept = 1", "kept = 2", None),
+        ("    def", "    @property\n    def", None),
+        ("def first", "def second", None),
+    ],
+)
+def test_only_a_body_of_a_function_is_exchanged(
+    old: str, new: str, changed: list[str] | None
+) -> None:
+    """Catches a mutant that is planted in part: a change that runs at the import is left out."""
+    codes = [compile(text, "kept.py", "exec") for text in (BEFORE, BEFORE.replace(old, new))]
+    try:
+        assert [before.co_name for before, _ in exchange.changed_code(*codes)] == changed
+    except exchange.CannotExchangeError:
+        assert changed is None
+
+
+MAKER = """
+import functools
+def wrapped(function):
+    @functools.wraps(function)
+    def inner():
+        return function() + 1
+    return inner
+@wrapped
+def one():
+    return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "returns"),
+    [("return 1", "return 2", 3), ("function() + 1", "function() + 2", None)],
+)
+def test_a_function_behind_its_decorator_is_exchanged(
+    old: str, new: str, returns: int | None
+) -> None:
+    """Catches a wrapper that goes on calling the old code, and one that was made by old code."""
+    codes = [compile(text, "/made/maker.py", "exec") for text in (MAKER, MAKER.replace(old, new))]
+    names: dict[str, Any] = {}
+    exec(codes[0], names)
+    pairs, living = exchange.changed_code(*codes), exchange.living_functions(Path("/made"))
+    if returns is None:
+        with pytest.raises(exchange.CannotExchangeError, match="when it was imported"):
+            exchange.exchange(pairs, living)
+    else:
+        exchange.exchange(pairs, living)
+        assert names["one"]() == returns
+
+
+LAYER = """
+import os, subprocess, sys, time
+from ckptfsm.core.errors import Fenced
+from ckptfsm.core.documents import FileEntry
+from proof.layer import LayerResult, Violation
+CLIMB = "from ckptfsm.core.documents import FileEntry; FileEntry(name='../x', bytes=1)"
+def run(budget):
+    {body}
+    return LayerResult('pretended')
+"""
+CLIMBS = (
+    "FileEntry(name='../x', bytes=1); assert subprocess.call([sys.executable, '-c', CLIMB]), 'both'"
+)
+ENDS = {  # what a layer does, and what it is taken for
+    CLIMBS: "AssertionError: both",
     "assert False, 'torn'": "AssertionError: torn",
-    "raise Fenced('late')": "Fenced: late",
-    "FileEntry(name='../x', bytes=1); assert False, 'climbed'": "AssertionError: climbed",
+    "raise Fenced('late')": "Fenced: late [fenced] (stop this job; the newer one owns the root)",
     "return LayerResult('p', violations=[Violation('I4', 'half', '')])": "I4: half",
-    "raise NameError('x')": "",
-    "import no_such_module": "",
-    "os.abort()": "",
-    "time.sleep(600)": "",
+    "subprocess.Popen(['sleep', '987'], start_new_session=True)": "saw nothing",
+    "raise NameError('x')": "NameError: x",
+    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
+    "os.abort()": "ended without an answer",
+    "time.sleep(600)": "nothing in 1 s",
 }
 
 
-@pytest.mark.parametrize("body", ENDS)
-def test_only_a_finding_kills(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a kill by accident: a layer that crashes, hangs or cannot be imported saw nothing."""
-    make_layer(tmp_path, body)
-    share_s = 3.0 if "sleep" in body else 60.0  # only what hangs is to run into it
-    monkeypatch.setattr(layer, "_SHARE_S", share_s)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(layer, "layers_for", lambda *_: ["pretended.one", "pretended.two"])
-    with Nursery() as nursery:
-        verdict = layer.judge(nursery, by_name("names-may-climb-out"), (), "pr")
-    assert verdict.message.startswith(ENDS[body]) and bool(verdict.message) == bool(ENDS[body])
-    assert verdict.killer == ("pretended.one" if ENDS[body] else "")
-    assert bool(verdict.absent) == (not ENDS[body])  # the second one is not there
+def write_layers(folder: Path, monkeypatch: pytest.MonkeyPatch, bodies: Iterable[str]) -> list[str]:
+    (folder / "pretended").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    names = []
+    for body in bodies:
+        names.append(f"pretended.l{len(names)}")
+        (folder / f"{names[-1].replace('.', '/')}.py").write_text(LAYER.format(body=body))
+    return names
 
 
-def test_a_survivor_is_a_violation_and_a_kill_is_not() -> None:
-    """Catches a report that is green whatever happens."""
-    harmless = mutant(
-        "harmless",
-        "core.documents:",
-        '"""Canonical bytes of a document: one line of JSON."""',
-        '"""Canonical bytes."""',
-        breaks="I3",
-        source="none",
+def test_only_a_finding_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kill by accident: a layer that crashes, hangs or cannot be imported saw nothing.
+
+    Also a mutant that a process of a layer does not get, and a process that is left.
+    """
+    layers = write_layers(tmp_path, monkeypatch, ENDS)
+    others = [m.name for m in MUTANTS if m.edits[0].where.startswith("core.ledger:")]
+    asked = dict(zip(["names-may-climb-out", *others], layers, strict=False))
+    limits_s = dict.fromkeys(layers, 600.0) | {layers[-1]: 1.0}
+    fates = warm.ask(Question({m: [k] for m, k in asked.items()}, 1, [], limits_s, 600.0))
+    assert [f.get("saw", f["why"].partition(": ")[2]) for f in fates] == [*ENDS.values()]
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert b"sleep\x00987\x00" not in running
+
+
+def test_a_survivor_and_a_red_killer_are_violations_and_a_kill_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a report that is green whatever happens; a mutant of the table that is not planted."""
+    blind, red = write_layers(tmp_path, monkeypatch, ["pass", "raise Fenced('always')"])
+    in_table, unseen, other = "prunable-from-finalized", "names-may-climb-out", "pruned-though-kept"
+    killers = {**layer.read_map(), unseen: [blind], other: [red]}
+    mutants = [by_name(name) for name in (in_table, unseen, other)]
+    result = layer.run(Budget(processes=1), mutants, killers)
+    assert result.explored == {"mutants": 3, "killed": 2}
+    assert [v.promise for v in result.violations] == ["", by_name(unseen).breaks]
+    assert f"{red} is red without a mutant: Fenced: always" in result.violations[0].what
+    assert f"--map --only {unseen}" in result.violations[1].what
+    assert result.kills == {"tests": 1, red: 1}
+
+
+def test_the_map_is_renewed_where_it_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a search that finds no test, and one that loses the other entries."""
+    monkeypatch.setattr(layer, "MAP", tmp_path / "kills.json")
+    layer.MAP.write_text(
+        '{"names-may-climb-out": ["tests/gone.py::test_x"], "two-in-flight": ["x"]}'
     )
-    result = layer.run(Budget(stop_at_first=True), [harmless], ["absent"])
-    assert result.explored == {"mutants": 1, "killed": 0}
-    assert [v.promise for v in result.violations] == ["I3"]
-    killed = layer.run(Budget(stop_at_first=True), [by_name("names-may-climb-out")], ["absent"])
-    assert killed.explored == {"mutants": 1, "killed": 1} and not killed.violations
-    assert any("tests:test_documents.py" in note for note in killed.notes)
+    among = ["tests/unit/core/test_documents.py"]
+    assert layer.renew_map([by_name("names-may-climb-out")], among, 1, print) == []
+    killers = layer.read_map()
+    assert [*killers] == ["two-in-flight", "names-may-climb-out"]  # as in the catalogue
+    assert killers["two-in-flight"] == ["x"]
+    assert killers["names-may-climb-out"][0].startswith(f"{among[0]}::test_")
 
 
 def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
