@@ -90,10 +90,10 @@ class Coverage:
 def watch_moves(coverage: Coverage) -> Iterator[Coverage]:
     """Count every event that the production ledger offers to a checkpoint inside the block.
 
-    Wraps the ledger's ``apply``, ``absorb`` and ``find_row``; for one thread at a time.
+    Wraps the ledger's ``apply`` and ``absorb``; for one thread at a time.
     """
     module: Any = _ledger
-    apply, absorb, find = module.apply, module.absorb, module.find_row
+    apply, absorb = module.apply, module.absorb
 
     def watched_apply(checkpoint: Checkpoint, event: Event) -> tuple[Checkpoint, Command | None]:
         coverage.move(checkpoint, event)
@@ -108,17 +108,11 @@ def watch_moves(coverage: Coverage) -> Iterator[Coverage]:
             coverage.quiet(checkpoint.state, event)
         return after, taken
 
-    def watched_find(checkpoint: Checkpoint, event: Event) -> Row | None:
-        row: Row | None = find(checkpoint, event)
-        if row is None:
-            coverage.move(checkpoint, event)
-        return row
-
-    module.apply, module.absorb, module.find_row = watched_apply, watched_absorb, watched_find
+    module.apply, module.absorb = watched_apply, watched_absorb
     try:
         yield coverage
     finally:
-        module.apply, module.absorb, module.find_row = apply, absorb, find
+        module.apply, module.absorb = apply, absorb
 
 
 @contextmanager
