@@ -48,11 +48,11 @@ _ENOUGH = 2000  # in so many runs every kind of late answer comes, many times
 AIMED: MappingProxyType[State, int] = MappingProxyType(  # how many runs aim at a state
     {
         State.REQUESTED: 50,
-        State.FORKED: 50,
+        State.FORKED: 150,
         State.SHARDS_WRITTEN: 50,
         State.FINALIZED: 120,
         State.PRUNABLE: 120,
-        State.FAILED: 70,
+        State.FAILED: 180,
     }
 )
 _COUNTED = ("runs", "storage calls", "saves", "journals", *REPLAYED)
