@@ -164,9 +164,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # also for what a shell left it ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # a lane has its own session, and is ended by us
+        signal.signal(number, signal.default_int_handler)
     with tempfile.NamedTemporaryFile(prefix="ckptfsm-seconds-") as told:
         os.environ["CKPTFSM_SECONDS"] = told.name
         run = Run(Path(told.name))
