@@ -42,7 +42,7 @@ class Follower:
         raise NotImplementedError
 
     def due(self) -> Sequence[Checkpoint]:
-        """The checkpoints to take, first first."""
+        """The checkpoints to take, in the order in which to take them."""
         raise NotImplementedError
 
     def lease_on(self, storage: Storage, checkpoint: Checkpoint, late_s: float) -> ReaderLease:
