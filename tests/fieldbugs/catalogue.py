@@ -19,25 +19,20 @@ PAGE = "docs/field-bugs.md"
 
 _HEAD = f"""# Field bugs
 
-Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early. For
-each there is a small model of what was wrong. A breadth-first search finds the shortest history on
-which it breaks one of the [promises](protocol.md); the same history is then replayed on this library,
-with its real coordinator and writers, and its promises are checked after every action. A model done
-right has no such history, which shows that the model is not red by itself.
+Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early. `make repro-NAME`
+searches a small model of it for the shortest history that breaks one of the [promises](protocol.md). It replays that
+history on this library, with its real coordinator and writers, and prints both side by side. `make repro-list` lists the
+names. The models are written from the reports and contain no code of those projects.
 
-`make repro-NAME` prints both side by side; `make repro-list` lists the names. The models are written
-from the public reports and contain no code of those projects.
-
-What was reported of verl and of Megatron also runs as a scenario against the drop-in: that for
-[verl](verl.md), for [Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue).
-The column "tests" names them.
+The tests run the reports about verl and Megatron against the drop-in: that for [verl](verl.md), for
+[Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue).
 
 The last column says whether it is still so in {VERSIONS}.
 There "run" means that stock code was run, by `{TESTS}`
 (`make test-integrations`); "read" that its sources were read and not run.
 
-| report | what happened | shortest history | what breaks | what ckptfsm does | command | tests | today |
-|---|---|---|---|---|---|---|---|
+| report | what happened | what ckptfsm does | command | tests | today |
+|---|---|---|---|---|---|
 """
 
 
@@ -80,8 +75,6 @@ def _row(checked: Checked) -> str:
     cells = (
         ", ".join(f"[{_label(link)}]({link})" for link in report.links),
         report.happened,
-        "; ".join(str(action) for action in checked.old.history),
-        checked.old.broken,
         report.verdict,
         f"`make repro-{report.name}`",
         shown(report.name),
