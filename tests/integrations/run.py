@@ -536,7 +536,7 @@ BEGIN, END = "<!-- what ran: written by tests/integrations/run.py -->", "<!-- en
 
 def table(ran: dict[str, dict[str, object]]) -> str:
     """The table of docs/versions.md."""
-    rows = ["| target | Python | with | ran | seconds | MB | on |", "|---|---|---|---|---|---|---|"]
+    rows = ["| target | Python | with | tests | on |", "|---|---|---|---|---|"]
     for name, found in ran.items():
         packages = found["packages"]
         assert isinstance(packages, dict)
@@ -545,16 +545,8 @@ def table(ran: dict[str, dict[str, object]]) -> str:
         )
         tests = found["tests"]
         assert isinstance(tests, list)
-        what = ", ".join(f"`{each}`" if "/" in each else each for each in tests)
-        cells = (
-            name,
-            found["python"],
-            beside,
-            what,
-            found["run_s"],
-            found["own_mb"],
-            found["date"],
-        )
+        what = ", ".join(Path(each).stem.removeprefix("test_") for each in tests)
+        cells = (name, found["python"], beside, what, found["date"])
         rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(rows)
 
