@@ -60,14 +60,22 @@ def _grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 # ----------------------------------------------------------------------------------------- table
 
 
+def _guard_cell(guard: Guard | None, told: bool) -> str:
+    """A guard's name, with its meaning at its first row."""
+    if guard is None:
+        return ""
+    return f"`{guard.__name__}`" + (f": {_first_line(guard)}" if told else "")
+
+
 def table_markdown() -> str:
     """Every row of the table, then every guard, event and command with its meaning."""
+    first = {row.guard: number for number, row in reversed([*enumerate(TABLE, start=1)])}
     rows = [
         [
             str(number),
             f"`{row.source.value}`",
             f"`{row.event.name}`",
-            f"`{row.guard.__name__}`: {_first_line(row.guard)}" if row.guard else "",
+            _guard_cell(row.guard, first[row.guard] == number),
             f"`{row.dest.value}`",
             f"`{row.command.__name__}`" if row.command else "",
         ]

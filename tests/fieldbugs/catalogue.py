@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from fieldbugs import megatron, newest, others, verl
-from fieldbugs.dropins import shown
 from fieldbugs.report import Checked, Report
 from fieldbugs.today import TESTS, VERSIONS, today
 
@@ -24,15 +23,15 @@ searches a small model of it for the shortest history that breaks one of the [pr
 history on this library, with its real coordinator and writers, and prints both side by side. `make repro-list` lists the
 names. The models are written from the reports and contain no code of those projects.
 
-The tests run the reports about verl and Megatron against the drop-in: that for [verl](verl.md), for
-[Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue).
+The reports about verl and Megatron also run against the drop-in for [verl](verl.md), for [Megatron-LM](megatron-lm.md),
+or the [queue](foreign.md#replace-the-queue): `tests/fieldbugs/dropins.py` names the tests.
 
 The last column says whether it is still so in {VERSIONS}.
 There "run" means that stock code was run, by `{TESTS}`
 (`make test-integrations`); "read" that its sources were read and not run.
 
-| report | what happened | what ckptfsm does | command | tests | today |
-|---|---|---|---|---|---|
+| report | what happened | what ckptfsm does | name | today |
+|---|---|---|---|---|
 """
 
 
@@ -76,8 +75,7 @@ def _row(checked: Checked) -> str:
         ", ".join(f"[{_label(link)}]({link})" for link in report.links),
         report.happened,
         report.verdict,
-        f"`make repro-{report.name}`",
-        shown(report.name),
+        f"`{report.name}`",
         today(report.name),
     )
     return f"| {' | '.join(cells)} |\n"

@@ -66,12 +66,3 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-
-
-def shown(name: str) -> str:
-    """The tests of a report, as a cell of the page: ``file: test, test``."""
-    files: dict[str, list[str]] = {}
-    for test in DROPINS.get(name, ()):
-        path, _, function = test.partition("::")
-        files.setdefault(path.rpartition("/")[2], []).append(f"`{function}`")
-    return "; ".join(f"`{file}`: {', '.join(tests)}" for file, tests in files.items())

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 VERSIONS = "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25"
 TESTS = "tests/integrations/test_field_bugs_today.py"
-OTHER = "another project: not in these packages"
+OTHER = "another project"
 
 TODAY: MappingProxyType[str, str] = MappingProxyType(
     {
