@@ -536,7 +536,7 @@ BEGIN, END = "<!-- what ran: written by tests/integrations/run.py -->", "<!-- en
 
 def table(ran: dict[str, dict[str, object]]) -> str:
     """The table of docs/versions.md."""
-    rows = ["| target | Python | with | tests | on |", "|---|---|---|---|---|"]
+    rows = ["| target | Python | with | tests |", "|---|---|---|---|"]
     for name, found in ran.items():
         packages = found["packages"]
         assert isinstance(packages, dict)
@@ -546,7 +546,7 @@ def table(ran: dict[str, dict[str, object]]) -> str:
         tests = found["tests"]
         assert isinstance(tests, list)
         what = ", ".join(Path(each).stem.removeprefix("test_") for each in tests)
-        cells = (name, found["python"], beside, what, found["date"])
+        cells = (name, found["python"], beside, what)
         rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(rows)
 
