@@ -18,13 +18,15 @@ PAGE = "docs/field-bugs.md"
 
 _HEAD = f"""# Field bugs
 
-Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early. `make repro-NAME`
-searches a small model of it for the shortest history that breaks one of the [promises](protocol.md). It replays that
-history on this library, with its real coordinator and writers, and prints both side by side. `make repro-list` lists the
-names. The models are written from the reports and contain no code of those projects.
+Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early.
+`make repro-NAME` searches a small model of it for the shortest history that breaks one of the
+[promises](protocol.md). It replays that history on this library, with its real coordinator and
+writers, and prints both side by side. `make repro-list` lists the names. The models are written
+from the reports and contain no code of those projects.
 
-The reports about verl and Megatron also run against the drop-in for [verl](verl.md), for [Megatron-LM](megatron-lm.md),
-or the [queue](foreign.md#replace-the-queue): `tests/fieldbugs/dropins.py` names the tests.
+The reports about verl and Megatron also run against the drop-in for [verl](verl.md), for
+[Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue):
+`tests/fieldbugs/dropins.py` names the tests.
 
 The last column says whether it is still so in {VERSIONS}.
 There "run" means that stock code was run, by `{TESTS}`
