@@ -303,7 +303,7 @@ class _Piece:
 def _storage_entries(top: Stub) -> tuple[dict[_Place, _Piece], dict[str, int]]:
     """The places of all pieces, and the size in bytes that each file must have for them."""
     entries = top.get("storage_data")
-    if type(entries) is not dict:
+    if not isinstance(entries, dict):
         raise damaged_file(METADATA, "no storage_data")
     stored: dict[_Place, _Piece] = {}
     needed: dict[str, int] = {}
@@ -327,12 +327,12 @@ def _check_coverage(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """The keys of tensors and of objects. Raises ``DamagedRoot`` unless ``stored`` has every piece."""
     declared = top.get("state_dict_metadata")
-    if type(declared) is not dict:
+    if not isinstance(declared, dict):
         raise damaged_file(METADATA, "no state_dict_metadata")
     tensors: set[str] = set()
     objects: set[str] = set()
     for key, value in declared.items():
-        if type(key) is not str or type(value) is not Stub:
+        if not isinstance(key, str) or not isinstance(value, Stub):
             raise damaged_file(METADATA, "state_dict_metadata with an entry of another kind")
         if value.name == "BytesStorageMetadata":
             objects.add(key)
@@ -369,7 +369,7 @@ def _chunk_offsets(key: str, value: Stub) -> tuple[tuple[int, ...], ...]:
 
 
 def _attribute(value: Any, name: str, attribute: str) -> Any:
-    if type(value) is not Stub or value.name != name:
+    if not isinstance(value, Stub) or value.name != name:
         raise damaged_file(METADATA, f"another object where a {name} belongs")
     return value.get(attribute)
 
@@ -382,7 +382,7 @@ def _number(value: Any) -> int:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     """The content of a ``torch.Size``."""
-    if type(value) is not Stub or value.name != "Size" or len(value.args) != 1:
+    if not isinstance(value, Stub) or value.name != "Size" or len(value.args) != 1:
         raise damaged_file(METADATA, "another object where a torch.Size belongs")
     numbers = value.args[0]
     if type(numbers) is not tuple or len(numbers) > MAX_DIMENSIONS:

@@ -49,6 +49,7 @@ from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import PartJob, Storage, Written
 from ckptfsm.disk.durable import make_dirs, storage_error
+from ckptfsm.disk.pickle_stubs import GETATTR, METADATA_GLOBALS
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.planning import Bucket, PartDraft
 from ckptfsm.writers.counted import for_worker
@@ -261,24 +262,8 @@ def _collect(workers: Sequence[Child], rank: int) -> list[tuple[FileEntry, list[
 
 # ------------------------------------------------------------------------------------- finishing
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED_NAMES = frozenset(
-    {
-        (_METADATA, "Metadata"),
-        (_METADATA, "TensorStorageMetadata"),
-        (_METADATA, "BytesStorageMetadata"),
-        (_METADATA, "ChunkStorageMetadata"),
-        (_METADATA, "TensorProperties"),
-        (_METADATA, "MetadataIndex"),
-        (_METADATA, "StorageMeta"),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),  # 0.15
-    }
-)
+
+_PLANNED_GLOBALS = METADATA_GLOBALS | {("collections", "OrderedDict")}
 
 
 def _member(enumeration: Any, name: Any) -> enum.Enum:
@@ -292,11 +277,11 @@ class _PlannedUnpickler(pickle.Unpickler):
     """Reads metadata back, planned or published, and allows only the classes in it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
-            return _member  # early releases of Python 3.11 pickle an enumeration so
+        if (module, name) in GETATTR:
+            return _member
         plain_name = "." not in name  # a dotted name would reach other modules
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if plain_name and (dtype or (module, name) in _ALLOWED_NAMES):
+        if plain_name and (dtype or (module, name) in _PLANNED_GLOBALS):
             return super().find_class(module, name)
         raise DamagedRoot(f"planned metadata names {module}.{name}, which is not allowed")
 

@@ -620,7 +620,7 @@ def test_F30_getattr_names_a_member_of_an_enumeration_and_nothing_else(pickled: 
     """Catches: a chain of ``getattr`` that leads a stock loader from an enumeration to a function."""
     from ckptfsm.megatron.torch_dist import read_planned
 
-    with pytest.raises(DamagedRoot, match=r"builtins\.getattr|malformed pickle"):
+    with pytest.raises(DamagedRoot, match=r"builtins\.getattr|malformed pickle|no Metadata"):
         load_metadata_stub(pickled)
     with pytest.raises(DamagedRoot, match="planned metadata"):
         read_planned(pickled)
@@ -650,35 +650,35 @@ HOSTILE = {  # name: (file, what the reason says)
         "no Metadata",
     ),
     # would ask a standard unpickler for 64 GiB
-    "memo far away": (b"\x80\x04Nr\xff\xff\xff\xff.", "ValueError"),
+    "memo far away": (b"\x80\x04Nr\xff\xff\xff\xff.", "no Metadata"),
     "memo far away, text": (b"Np4294967295\n.", "opcode 0x70"),
     "memo never set": (b"\x80\x04h\x00.", "truncated"),
     "list in itself": (b"\x80\x04]\x94h\x00a.", "no Metadata"),
     "stub in its own state": (STUB + b"\x94h\x00b.", "no Metadata"),
-    "state twice": (STUB + b"}b}b.", "TypeError"),
+    "state twice": (STUB + b"}b}b.", "no Metadata"),
     "state for a class": (b"\x80\x04ctorch\nSize\n}b.", "TypeError"),
     "state for a dtype": (b"\x80\x04ctorch\nfloat32\n}b.", "TypeError"),
     "call of a result": (STUB + b")R.", "TypeError"),
-    "item for a stub": (STUB + b"Na.", "TypeError"),
-    "key without a value": (b"\x80\x04}(X\x00\x00\x00\x00u.", "ValueError"),
+    "item for a stub": (STUB + b"Na.", "malformed"),
+    "key without a value": (b"\x80\x04}(X\x00\x00\x00\x00u.", "malformed"),
     "persistent id": (b"\x80\x04K\x01Q.", "opcode 0x51"),
     "persistent id, text": (b"Px\n.", "opcode 0x50"),
     "extension code": (b"\x80\x04\x82\x01.", "opcode 0x82"),
     "inst": (b"(ios\nsystem\n.", "opcode 0x69"),
-    "global without an end": (b"cos\nsystem", "ValueError"),
+    "global without an end": (b"cos\nsystem", "global os."),
     "huge string": (b"\x80\x04X\xff\xff\xff\xffabc.", "truncated"),
     "short string": (b"\x80\x04\x8c\x09abc.", "truncated"),
     "huge bytes": (b"\x80\x05\x8e" + b"\xff" * 8 + b"a.", "opcode 0x8e"),
     "huge bytearray": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00.", "opcode 0x96"),
     "huge number": (b"\x80\x04\x8b\xff\xff\xff\x7f" + b"1" * 100 + b".", "opcode 0x8b"),
-    "number beyond 64 bits": (b"\x80\x04\x8a\x0a" + b"\x01" * 10 + b".", "ValueError"),
+    "number beyond 64 bits": (b"\x80\x04\x8a\x0a" + b"\x01" * 10 + b".", "no Metadata"),
     "cut number": (b"\x80\x04J\x01\x02.", "truncated"),
     "not utf-8": (b"\x80\x04\x8c\x02\xff\xff.", "UnicodeDecodeError"),
     "protocol of the future": (b"\x80\x09N.", "ValueError"),
-    "nothing on the stack": (b"\x80\x04.", "ValueError"),
-    "two objects": (b"\x80\x04NN.", "ValueError"),
-    "mark left over": (b"\x80\x04(N.", "ValueError"),
-    "bytes after the end": (b"\x80\x04N.N", "ValueError"),
+    "nothing on the stack": (b"\x80\x04.", "malformed"),
+    "two objects": (b"\x80\x04NN.", "no Metadata"),
+    "mark left over": (b"\x80\x04(N.", "no Metadata"),
+    "bytes after the end": (b"\x80\x04N.N", "no Metadata"),
     "cut memo": (b"\x80\x04N\x94j\x00", "truncated"),
     "no stop": (b"\x80\x04N", "truncated"),
     "garbage": (bytes(range(256)), "opcode 0x00"),
