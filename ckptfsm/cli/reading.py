@@ -21,12 +21,12 @@ from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import why_damaged
 from ckptfsm.disk.job_records import read_records
-from ckptfsm.disk.journal import read_history
+from ckptfsm.disk.journal import entered_at, read_history
 from ckptfsm.disk.overview import Overview, look
 from ckptfsm.views.adopted import adopted_contents
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
-from ckptfsm.views.reading import entered_at, read_lives
+from ckptfsm.views.reading import read_lives
 from ckptfsm.views.records import JournalTail
 from ckptfsm.views.timeline import clean
 from ckptfsm.views.tree import tree_lines

@@ -1,32 +1,27 @@
 """The journal: one segment per epoch, one checksummed line per record.
 
 A line is ``{"crc":"xxxxxxxx","record":{...}}``; the crc32 covers the bytes of the record. A segment
-is allocated ahead in blocks of newlines, so that a failure can be journaled on a full disk. The
-file stays plain text: blank lines are padding. Records overwrite the padding in place and are
-fsynced one by one.
+is allocated ahead in blocks of newlines, so that a failure can be journaled on a full disk. Records
+overwrite this padding in place and are fsynced one by one.
 
-Rules:
+Only the epoch of a segment adds records to it. The next one writes the same bytes anew, and its own
+segment begins with the whole ledger and the seals (length, crc) of the newest older ones. Bytes after
+a seal come from a zombie and do not count. A segment is removed only when neither the newest segment
+nor the one before names it: if the newest is unreadable, the one before counts.
 
-- A segment belongs to one epoch, and only that one adds records. The next epoch writes the same
-  bytes anew before it seals them. Opening a root writes a new segment,
-  whose first record seals the older ones (length, crc) and carries the whole ledger. Bytes after a
-  seal come from a zombie and do not count.
-- A damaged line without a valid record after it is a torn tail, left by a crash, and is ignored. A
-  damaged line with a valid record after it is corruption: ``JournalCorrupt``, nothing is changed.
-- After a failed fsync the segment is lost: nothing more is written to it.
-- A new segment seals the newest ``KEPT_SEGMENTS`` older ones. A segment is removed only when
-  neither the newest segment nor the one before names it. If the newest is unreadable, the one
-  before counts.
+A damaged line is a torn tail, left by a crash, unless a valid record comes after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -61,6 +56,7 @@ RESERVE_BYTES = 4 * 1024  # kept free in the last block for records that must fi
 _PREFIX = b'{"crc":"'
 _MIDDLE = b'","record":'
 _HEAD = len(_PREFIX) + 8 + len(_MIDDLE)
+_CARRIED = ("shard_bytes", "manifest_crc", "reason", "detail")
 _LEGAL = frozenset((row.source, row.event.name, row.dest) for row in TABLE)
 
 
@@ -80,8 +76,7 @@ def decode_line(line: bytes) -> bytes | None:
     return body if line[len(_PREFIX) : len(_PREFIX) + 8] == b"%08x" % zlib.crc32(body) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A parsed segment: its records, and the length up to and including the last one."""
 
     epoch: int
@@ -119,9 +114,6 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
         raise JournalCorrupt(
             f"journal record is not one of ours: {first_problem(error)}", file=file, offset=offset
         ) from error
-
-
-# --------------------------------------------------------------------------------------- reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +172,7 @@ def read_segment(storage: Storage, epoch: int) -> Segment:
     Raises ``JournalCorrupt`` if the segment is damaged, or larger than any segment can be. The size
     rules out a torn tail without a search for valid records.
     """
-    file = f"{JOURNAL}/{segment_name(epoch)}"
+    file = _file_of(epoch)
     size = storage.stat(file).size
     if size > MAX_SEGMENT_BYTES:
         raise JournalCorrupt(
@@ -188,7 +180,7 @@ def read_segment(storage: Storage, epoch: int) -> Segment:
             file=file,
             offset=MAX_SEGMENT_BYTES,
         )
-    return parse_segment_bytes(epoch, storage.read(file, MAX_SEGMENT_BYTES), file)
+    return parse_segment_bytes(epoch, _bytes_of(storage, epoch), file)
 
 
 def read_history(storage: Storage, known: History | None = None) -> History:
@@ -208,22 +200,44 @@ def read_history(storage: Storage, known: History | None = None) -> History:
 
 def _read(storage: Storage) -> History:
     epochs = _segment_epochs(storage)
-    newest: Segment | None = None
-    for epoch in reversed(epochs):
-        segment = read_segment(storage, epoch)
-        if segment.records:
-            newest = segment
-            break
+    newest = _newest_begun(storage, epochs)
     if newest is None:
         return History(Ledger(), 0.0, (), max(epochs, default=0))
-    opened = newest.records[0]
-    file = f"{JOURNAL}/{segment_name(newest.epoch)}"
-    if not isinstance(opened, SegmentOpened) or opened.epoch != newest.epoch:
-        raise JournalCorrupt("a segment does not begin with its own opening", file=file, offset=0)
+    opened = _opening_of(newest)
     there = _check_seals(storage, opened.seals)
-    missing = tuple(_file_of(seal) for seal in opened.seals if seal not in there)
+    missing = tuple(_file_of(seal.epoch) for seal in opened.seals if seal not in there)
     seals = (*there, Seal(epoch=newest.epoch, bytes=newest.end, crc32=newest.crc32))
-    return replace(_replay(newest, opened, seals, max(epochs), file), missing=missing)
+    return replace(_replay(newest, opened, seals, max(epochs)), missing=missing)
+
+
+def _newest_begun(storage: Storage, epochs: Sequence[int]) -> Segment | None:
+    """The newest segment with a record; None if there is none."""
+    segments = (read_segment(storage, epoch) for epoch in reversed(epochs))
+    return next((segment for segment in segments if segment.records), None)
+
+
+def _opening_of(segment: Segment) -> SegmentOpened:
+    opened = segment.records[0]
+    if not isinstance(opened, SegmentOpened) or opened.epoch != segment.epoch:
+        raise JournalCorrupt(
+            "a segment does not begin with its own opening", file=_file_of(segment.epoch), offset=0
+        )
+    return opened
+
+
+def sealed_segments(storage: Storage) -> list[Segment]:
+    """The segments that began, oldest first, each of the older ones cut at its seal.
+
+    An older one without a seal never began, or was left behind by many restarts.
+    """
+    newest = _newest_begun(storage, _segment_epochs(storage))
+    if newest is None:
+        return []
+    sealed = [
+        parse_segment_bytes(seal.epoch, data, _file_of(seal.epoch))
+        for seal, data in _sealed(storage, _opening_of(newest).seals)
+    ]
+    return [*(segment for segment in sealed if segment.records), newest]
 
 
 def _is_current(storage: Storage, known: History) -> bool:
@@ -232,7 +246,7 @@ def _is_current(storage: Storage, known: History) -> bool:
     if not known.seals or not epochs or epochs[-1] != known.seals[-1].epoch:
         return False
     *older, newest = known.seals
-    data = storage.read(_file_of(newest), MAX_SEGMENT_BYTES)
+    data = _bytes_of(storage, newest.epoch)
     if len(data) < newest.bytes or data[newest.bytes :].strip(b"\n"):
         return False
     same = zlib.crc32(data[: newest.bytes]) == newest.crc32
@@ -241,21 +255,24 @@ def _is_current(storage: Storage, known: History) -> bool:
 
 def _check_seals(storage: Storage, seals: Sequence[Seal]) -> list[Seal]:
     """Compare sealed segments with their seals. Returns the seals of those that are there."""
-    there = []
+    return [seal for seal, _ in _sealed(storage, seals)]
+
+
+def _sealed(storage: Storage, seals: Sequence[Seal]) -> Iterator[tuple[Seal, bytes]]:
+    """The sealed bytes of the segments that are there, each compared with its seal."""
     for seal in seals:
-        file = _file_of(seal)
+        file = _file_of(seal.epoch)
         try:
             data = storage.read(file, seal.bytes)
-        except FileNotFoundError:
+        except FileNotFoundError:  # an owner has folded it, or a purge has taken it
             continue
         if len(data) < seal.bytes or zlib.crc32(data[: seal.bytes]) != seal.crc32:
             raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
-        there.append(seal)
-    return there
+        yield seal, data[: seal.bytes]
 
 
-def _file_of(seal: Seal) -> str:
-    return f"{JOURNAL}/{segment_name(seal.epoch)}"
+def _file_of(epoch: int) -> str:
+    return f"{JOURNAL}/{segment_name(epoch)}"
 
 
 def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:
@@ -266,15 +283,48 @@ def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:
     """
     if not seals:
         return []
-    oldest = seals[0]
-    data = storage.read(f"{JOURNAL}/{segment_name(oldest.epoch)}", oldest.bytes)
+    data = storage.read(_file_of(seals[0].epoch), seals[0].bytes)
     try:
         opened = RECORD.validate_json(decode_line(data.partition(b"\n")[0]) or b"")
     except ValidationError:
         return []  # written by another version: its seals are unknown
     older = opened.seals if isinstance(opened, SegmentOpened) else ()
     there = _segment_epochs(storage)
-    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]
+    return [_file_of(seal.epoch) for seal in older if seal.epoch in there]
+
+
+def saved_since(storage: Storage, epoch: int) -> set[AttemptId]:
+    """The attempts that the journal acknowledged from ``epoch`` on, also those that are gone since."""
+    segments = (_bytes_of(storage, each) for each in _segment_epochs(storage) if each >= epoch)
+    moves = (move for data in segments for move in _moves_to(data, {State.TRACKED}))
+    return {of for of, record in moves if record["source"] == State.FINALIZED.value}
+
+
+def entered_at(storage: Storage, history: History) -> dict[AttemptId, str]:
+    """When each checkpoint entered its state, as journaled; without those that no record tells."""
+    found = dict(history.since)
+    wanted = {of: c.state for of, c in history.ledger.checkpoints.items() if of not in found}
+    for seal in history.seals[:-1] if wanted else ():  # the last one is of the newest segment
+        with contextlib.suppress(FileNotFoundError):  # removed by an owner meanwhile
+            data = storage.read(_file_of(seal.epoch), seal.bytes)
+            for of, record in _moves_to(data, set(wanted.values())):
+                if of in wanted and record["dest"] == wanted[of].value:
+                    found[of] = record["at"]
+    return found
+
+
+def _bytes_of(storage: Storage, epoch: int) -> bytes:
+    return storage.read(_file_of(epoch), MAX_SEGMENT_BYTES)
+
+
+def _moves_to(data: bytes, states: Collection[State]) -> Iterator[tuple[AttemptId, dict[str, Any]]]:
+    """The moves to these states in the bytes of a segment. Parses only their lines, judges nothing."""
+    marks = [b'"dest":"%s"' % state.value.encode() for state in states]
+    for line in data.split(b"\n"):
+        if any(mark in line for mark in marks) and (body := decode_line(line)) is not None:
+            record = json.loads(body)
+            if record.get("type") == "transition":
+                yield AttemptId(record["step"], record["epoch"], record["attempt"]), record
 
 
 def lost_without(ledger: Ledger, intent: Intent) -> frozenset[AttemptId]:
@@ -291,65 +341,31 @@ class Replayed:
     ``at``: the time of its last move, "" if that came before this segment.
     """
 
-    __slots__ = (
-        "_base",
-        "_detail",
-        "_has_moved",
-        "_manifest_crc",
-        "_reason",
-        "_shard_bytes",
-        "at",
-        "state",
-        "step",
-    )
-
     def __init__(self, base: Checkpoint, at: str = "") -> None:
-        self.step = base.step
-        self.state = base.state
-        self.at = at
+        self.step, self.state, self.at = base.step, base.state, at
         self._base = base
-        self._has_moved = False
-        self._shard_bytes = base.shard_bytes
-        self._manifest_crc = base.manifest_crc
-        self._reason = base.reason
-        self._detail = base.detail
+        self._told: dict[str, Any] | None = None  # by its moves
 
     def move(self, record: TransitionRecord) -> None:
         """Take a legal move of this checkpoint."""
-        self.state = record.dest
-        self.at = record.at
-        self._has_moved = True
-        self._shard_bytes = record.shard_bytes or self._shard_bytes
-        self._manifest_crc = record.manifest_crc or self._manifest_crc
-        self._reason = record.reason or self._reason
-        self._detail = record.detail or self._detail
+        self.state, self.at = record.dest, record.at
+        told = {name: getattr(record, name) for name in _CARRIED}
+        self._told = (self._told or {}) | {name: value for name, value in told.items() if value}
 
     def finish(self) -> Checkpoint:
         """The checkpoint after all records that were taken."""
         base = self._base
-        if not self._has_moved:
+        if self._told is None:
             return base
-        return Checkpoint(
-            id=base.id,
-            state=self.state,
-            parts=base.parts,
-            world_size=base.world_size,
-            in_place=base.in_place,
-            provenance=base.provenance,
-            metrics=base.metrics,
-            run_seconds=base.run_seconds,
-            forked=writing_ranks(base) if self.state is not State.REQUESTED else base.forked,
-            shard_bytes=self._shard_bytes,
-            manifest_crc=self._manifest_crc,
-            reason=self._reason,
-            detail=self._detail,
-        )
+        forked = writing_ranks(base) if self.state is not State.REQUESTED else base.forked
+        return replace(base, state=self.state, forked=forked, **self._told)
 
 
 @collection_paused()
 def _replay(
-    segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int, file: str
+    segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int
 ) -> History:
+    file = _file_of(segment.epoch)
     checkpoints = {c.id: Replayed(c) for c in map(checkpoint_of, opened.checkpoints)}
     if len(checkpoints) != len(opened.checkpoints):
         raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
@@ -442,14 +458,11 @@ def replay_metrics(
     checkpoints[of] = Replayed(measured, at=current.at if current is not None else "")
 
 
-# --------------------------------------------------------------------------------------- writing
-
-
 class JournalWriter:
     """Appends records to this epoch's segment. Not thread-safe: the coordinator's thread only."""
 
     def __init__(self, storage: Storage, epoch: int) -> None:
-        self.file = f"{JOURNAL}/{segment_name(epoch)}"
+        self.file = _file_of(epoch)
         self._storage = storage
         self._handle: int | None = None
         self._end = 0
@@ -479,7 +492,12 @@ class JournalWriter:
         line = encode_line(record)
         needed = len(line) if essential else len(line) + RESERVE_BYTES
         if self._end + needed > self._allocated:
-            self._make_room(len(line), essential)
+            try:
+                self._extend(len(line))
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                if not (full and essential and self._end + len(line) <= self._allocated):
+                    raise
         self._write(line)
         try:
             self._storage.fsync(self._handle)
@@ -494,32 +512,20 @@ class JournalWriter:
             handle, self._handle = self._handle, None
             self._storage.close(handle)
 
-    def _make_room(self, length: int, essential: bool) -> None:
-        try:
-            self._extend(length)
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            if not (full and essential and self._end + length <= self._allocated):
-                raise
-
     def _extend(self, length: int) -> None:
         """Allocate blocks of padding until ``length`` and the reserve fit."""
+        assert self._handle is not None
         while self._end + length + RESERVE_BYTES > self._allocated:
             if self._allocated + BLOCK_BYTES > MAX_SEGMENT_BYTES:
                 raise OSError(errno.EFBIG, "no reader takes a larger segment: restart", self.file)
-            self._pwrite(b"\n" * BLOCK_BYTES, self._allocated)
+            write_all(self._storage, self._handle, b"\n" * BLOCK_BYTES, self._allocated)
             self._allocated += BLOCK_BYTES
 
     def _write(self, line: bytes) -> None:
-        self._pwrite(line, self._end)
+        assert self._handle is not None
+        write_all(self._storage, self._handle, line, self._end)
         self._end += len(line)
 
-    def _pwrite(self, data: bytes, offset: int) -> None:
-        assert self._handle is not None
-        write_all(self._storage, self._handle, data, offset)
-
     def _give_up(self) -> None:
-        handle, self._handle = self._handle, None
-        assert handle is not None
-        with contextlib.suppress(OSError):  # the failed fsync is reported already
-            self._storage.close(handle)
+        with contextlib.suppress(OSError):  # the failure that leads here is reported already
+            self.close()

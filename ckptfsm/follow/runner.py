@@ -51,8 +51,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inspection import read_tracker
-from ckptfsm.disk.job_records import saved_since
-from ckptfsm.disk.journal import History
+from ckptfsm.disk.journal import History, saved_since
 from ckptfsm.disk.ownership import newest_epoch
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.disk.trash import remove_marker

@@ -1,31 +1,15 @@
-"""Reads the lives of a root's checkpoints back from its journal. Changes nothing.
-
-Rules: of an older segment, only the bytes sealed by the newest one are read. An older segment
-without a seal never began, or was left behind by many restarts. Lines that a zombie appended later
-are not shown.
-"""
+"""Reads the lives of a root's checkpoints back from its journal. Changes nothing."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ckptfsm.core.documents import Seal, SegmentClosed, SegmentOpened, TransitionRecord
-from ckptfsm.core.errors import JournalCorrupt
-from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
+from ckptfsm.core.documents import SegmentClosed, SegmentOpened, TransitionRecord
 from ckptfsm.core.lifecycle import ENDED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import list_names
-from ckptfsm.disk.journal import (
-    History,
-    Segment,
-    decode_line,
-    parse_segment_bytes,
-    read_segment,
-)
-
-S = State
+from ckptfsm.disk.journal import Segment, sealed_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +35,9 @@ class Run:
     closed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Life:
-    """An attempt at a checkpoint. ``entered`` is never empty and in order.
+    """An attempt at a checkpoint. ``entered`` is in order, and not empty once it was read.
 
     ``left``: the time when a segment no longer listed the attempt though it had not ended, or "". A
     person moved its directory away then. ``resumed``: every epoch of the root, the same in each
@@ -62,28 +46,8 @@ class Life:
 
     step: int
     attempt: str
-    entered: tuple[Entry, ...]
-    shard_bytes: int
-    reason: str
-    detail: str
     adopted: bool
-    left: str
-    resumed: tuple[Run, ...]
-    manifest_crc: str = ""
-
-    @property
-    def end(self) -> State:
-        """The current state, or the last one."""
-        return self.entered[-1].state
-
-
-# --------------------------------------------------------------------------------------- reading
-
-
-@dataclass(slots=True)
-class _Draft:
-    of: AttemptId
-    adopted: bool
+    resumed: Sequence[Run]
     entered: list[Entry] = field(default_factory=list)
     shard_bytes: int = 0
     reason: str = ""
@@ -91,23 +55,14 @@ class _Draft:
     left: str = ""
     manifest_crc: str = ""
 
-    def enter(self, state: State, at: str, epoch: int, number: int = 0) -> None:
-        if not self.entered or self.entered[-1].state is not state:
-            self.entered.append(Entry(state, at, epoch, number))
+    @property
+    def end(self) -> State:
+        """The current state, or the last one."""
+        return self.entered[-1].state
 
-    def finish(self, runs: tuple[Run, ...]) -> Life:
-        return Life(
-            step=self.of.step,
-            attempt=str(self.of),
-            entered=tuple(self.entered),
-            shard_bytes=self.shard_bytes,
-            reason=self.reason,
-            detail=self.detail,
-            adopted=self.adopted,
-            left=self.left,
-            resumed=runs,
-            manifest_crc=self.manifest_crc,
-        )
+    def enter(self, state: State, at: str, epoch: int, number: int = 0) -> None:
+        if not self.entered or self.end is not state:
+            self.entered.append(Entry(state, at, epoch, number))
 
 
 def read_lives(storage: Storage) -> tuple[Life, ...]:
@@ -115,126 +70,51 @@ def read_lives(storage: Storage) -> tuple[Life, ...]:
 
     Raises ``JournalCorrupt`` and ``NewerSchema`` like ``journal.read_history``.
     """
-    drafts: dict[AttemptId, _Draft] = {}
+    lives: dict[AttemptId, Life] = {}
     runs: list[Run] = []
     for segment in sealed_segments(storage):
         runs.append(_read_run(segment))
         for number, record in enumerate(segment.records):
             match record:
                 case SegmentOpened():
-                    _take_snapshot(drafts, record)
+                    _take_snapshot(lives, record, runs)
                 case TransitionRecord():
-                    _take_transition(drafts, record, segment.epoch, number)
-                case _:
-                    pass
-    shared = tuple(runs)
-    return tuple(draft.finish(shared) for draft in drafts.values())
-
-
-def sealed_segments(storage: Storage) -> list[Segment]:
-    """The segments that began, oldest first, each of the older ones cut at its seal."""
-    names = (parse_segment(name) for name in list_names(storage, JOURNAL))
-    for epoch in sorted((n for n in names if n is not None), reverse=True):
-        newest = read_segment(storage, epoch)
-        if not newest.records:
-            continue
-        opened = newest.records[0]
-        if not isinstance(opened, SegmentOpened) or opened.epoch != epoch:
-            raise JournalCorrupt(
-                "a segment does not begin with its own opening", file=_file_of(epoch), offset=0
-            )
-        sealed = []
-        for seal in sorted(opened.seals, key=lambda seal: seal.epoch):
-            segment = _read_sealed(storage, seal.epoch, seal.bytes)
-            if segment is None:
-                continue
-            if (segment.end, segment.crc32) != (seal.bytes, seal.crc32):
-                raise JournalCorrupt(
-                    "a sealed segment has changed", file=_file_of(seal.epoch), offset=0
-                )
-            sealed.append(segment)
-        return [*(segment for segment in sealed if segment.records), newest]
-    return []
-
-
-def entered_at(storage: Storage, history: History) -> dict[AttemptId, str]:
-    """When each checkpoint entered its state, as journaled; without those that no record tells.
-
-    Only lines of these states are read in the older segments, and nothing is judged: for lists, where
-    a time is a remark.
-    """
-    found = dict(history.since)
-    wanted = {of: c.state for of, c in history.ledger.checkpoints.items() if of not in found}
-    if not wanted:
-        return found
-    marks = [b'"dest":"%s"' % state.value.encode() for state in set(wanted.values())]
-    for seal in history.seals[:-1]:  # the last one is of the newest segment
-        for line in _lines_of(storage, seal):
-            if not any(mark in line for mark in marks) or (body := decode_line(line)) is None:
-                continue
-            record = json.loads(body)
-            if record.get("type") != "transition":
-                continue
-            of = AttemptId(record["step"], record["epoch"], record["attempt"])
-            if of in wanted and record["dest"] == wanted[of].value:
-                found[of] = record["at"]
-    return found
-
-
-def _lines_of(storage: Storage, seal: Seal) -> list[bytes]:
-    """The lines of a sealed segment; none if an owner has removed it meanwhile."""
-    try:
-        return storage.read(_file_of(seal.epoch), seal.bytes).split(b"\n")
-    except FileNotFoundError:
-        return []
-
-
-def _file_of(epoch: int) -> str:
-    return f"{JOURNAL}/{segment_name(epoch)}"
-
-
-def _read_sealed(storage: Storage, epoch: int, limit: int) -> Segment | None:
-    """A sealed segment; None if it is gone, as an owner has folded it or a purge has taken it."""
-    file = _file_of(epoch)
-    try:
-        data = storage.read(file, limit)
-    except FileNotFoundError:
-        return None
-    return parse_segment_bytes(epoch, data[:limit], file)
+                    _take_transition(lives, record, runs, number)
+    return tuple(lives.values())
 
 
 def _read_run(segment: Segment) -> Run:
-    times = [record.at for record in segment.records if record.at]
-    opened = times[0] if times else ""
+    times = [record.at for record in segment.records if record.at] or [""]
     closed = isinstance(segment.records[-1], SegmentClosed)
-    return Run(segment.epoch, opened, times[-1] if times else "", closed)
+    return Run(segment.epoch, times[0], times[-1], closed)
 
 
-def _take_snapshot(drafts: dict[AttemptId, _Draft], opened: SegmentOpened) -> None:
+def _take_snapshot(
+    lives: dict[AttemptId, Life], opened: SegmentOpened, runs: Sequence[Run]
+) -> None:
     """Take the snapshot that opens a segment: a missing attempt that had not ended was moved away."""
     present: set[AttemptId] = set()
     for record in opened.checkpoints:
         of = AttemptId(record.step, record.epoch, record.attempt)
         present.add(of)
-        draft = drafts.setdefault(of, _Draft(of, record.provenance == "adopted"))
-        draft.enter(record.state, opened.at, opened.epoch)
-        draft.shard_bytes = draft.shard_bytes or record.shard_bytes
-        draft.reason, draft.detail = record.reason, record.detail
-        draft.manifest_crc = record.manifest_crc or draft.manifest_crc
-    for of, draft in drafts.items():
-        ended = draft.entered[-1].state in ENDED
-        if of not in present and not ended and not draft.left:
-            draft.left = opened.at
+        life = lives.setdefault(of, Life(of.step, str(of), record.provenance == "adopted", runs))
+        life.enter(record.state, opened.at, opened.epoch)
+        life.shard_bytes = life.shard_bytes or record.shard_bytes
+        life.reason, life.detail = record.reason, record.detail
+        life.manifest_crc = record.manifest_crc or life.manifest_crc
+    for of, life in lives.items():
+        if of not in present and life.end not in ENDED and not life.left:
+            life.left = opened.at
 
 
 def _take_transition(
-    drafts: dict[AttemptId, _Draft], record: TransitionRecord, epoch: int, number: int
+    lives: dict[AttemptId, Life], record: TransitionRecord, runs: Sequence[Run], number: int
 ) -> None:
     adopted = record.created is not None and record.created.provenance == "adopted"
-    draft = drafts.setdefault(record.of, _Draft(record.of, adopted))
-    draft.enter(record.dest, record.at, epoch, number)
-    draft.shard_bytes = record.shard_bytes or draft.shard_bytes
-    draft.reason = record.reason or draft.reason
-    draft.detail = record.detail or draft.detail
-    draft.manifest_crc = record.manifest_crc or draft.manifest_crc
-    draft.left = ""
+    life = lives.setdefault(record.of, Life(record.step, str(record.of), adopted, runs))
+    life.enter(record.dest, record.at, runs[-1].epoch, number)
+    life.shard_bytes = record.shard_bytes or life.shard_bytes
+    life.reason = record.reason or life.reason
+    life.detail = record.detail or life.detail
+    life.manifest_crc = record.manifest_crc or life.manifest_crc
+    life.left = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptfsm.core.documents import MetricsRecorded, Record, TransitionRecord
 from ckptfsm.core.ports import Storage
-from ckptfsm.views.reading import sealed_segments
+from ckptfsm.disk.journal import sealed_segments
 from ckptfsm.views.sentences import sentence_of
 from ckptfsm.views.timeline import clean
 

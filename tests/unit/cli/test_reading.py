@@ -33,7 +33,6 @@ from ckptfsm.follow.jobs import JobRecords
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob
-from ckptfsm.views import reading
 
 
 @pytest.fixture(autouse=True)
@@ -378,13 +377,6 @@ def test_explain_tells_where_the_files_of_a_save_in_flight_are(in_place, words):
     ledger, _, _ = Ledger().post(requested)
     facts = Surroundings(ledger, TrackerEvidence("missing"), {}, {}, owned=True)
     assert words in " ".join(explain(ledger.checkpoints[of], facts))
-
-
-def test_a_list_goes_on_while_an_owner_folds_its_journal(tmp_path, capsys, monkeypatch):
-    real_root(tmp_path, 10)
-    listed = reading.list_names
-    monkeypatch.setattr(reading, "list_names", lambda *given: [*listed(*given), "000000.ndjson"])
-    assert "latest" in said(capsys, "ls", "-r", tmp_path)
 
 
 @pytest.mark.damages_journal("removes a sealed segment")
