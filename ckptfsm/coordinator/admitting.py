@@ -18,7 +18,7 @@ from ckptfsm.core.layout import MANIFEST, TRACKER, Layout, tracker_text
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import fsync_tree_dirs, fsync_tree_files, lookup, move, put
 from ckptfsm.disk.inspection import (
-    inspect_at,
+    inspect_published,
     newest_published_epoch,
     read_tracker,
 )
@@ -53,7 +53,7 @@ def admit(storage: Storage, identity: Identity, layout: Layout, source: str, ste
 
 def judge(storage: Storage, layout: Layout, source: str, step: int) -> None:
     """Raise ``DamagedRoot`` if a loader would refuse a directory, ``ConfigError`` for another step's."""
-    there = inspect_at(storage, layout, step, source)
+    there = inspect_published(storage, layout, step, at=source)
     if there.of is not None and there.of.step != step:
         raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
     if there.found not in ("manifest", "stock"):

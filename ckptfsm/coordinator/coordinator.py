@@ -100,9 +100,9 @@ from ckptfsm.disk.inspection import (
 )
 from ckptfsm.disk.journal import History, newest_segment, read_history
 from ckptfsm.disk.ownership import RootOwnership, is_owned_here, open_root
-from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.situation import plan_start
 from ckptfsm.disk.trash import remove_marker, remove_some, require_rename, sweep_temporaries
 from ckptfsm.disk.visibility import Visibility
 
@@ -340,7 +340,7 @@ class Coordinator:
         if ownership is None:
             return
         if self._opened is None:  # refused: nothing was repaired
-            ownership.give_back_as_found()
+            ownership.release(as_found=True)
             return
         try:
             self._opened.end()
@@ -680,8 +680,7 @@ class Coordinator:
         """Keep ``step`` from retention until ``unpin``. Raises ``StepNotFoundError``."""
         with self._guarded("pin"):
             self._engine.tracked(step)
-            self._engine.protection.pin(step, reason)
-            self._engine.reread_protection()
+            self._engine.pin(step, reason)
             self._engine.tracked(step)
 
     def unpin(self, step: int) -> None:

@@ -28,6 +28,7 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
     MetricsRecorded,
+    Pin,
     RollbackFinished,
     RollbackStarted,
     Seal,
@@ -35,6 +36,7 @@ from ckptfsm.core.documents import (
     SegmentOpened,
     TransitionRecord,
     checkpoint_record,
+    encode,
 )
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -69,7 +71,7 @@ from ckptfsm.core.events import (
     Withdrawn,
     WriteTracker,
 )
-from ckptfsm.core.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, segment_name
+from ckptfsm.core.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, pin_name, segment_name
 from ckptfsm.core.ledger import Ledger, Rejected, Transition
 from ckptfsm.core.lifecycle import (
     FORGOTTEN,
@@ -90,7 +92,7 @@ from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
 from ckptfsm.disk.inspection import is_manifest_of, moved_aside, read_tracker
 from ckptfsm.disk.journal import History, JournalWriter, folded
 from ckptfsm.disk.ownership import RootOwnership
-from ckptfsm.disk.protection import Protection
+from ckptfsm.disk.protection import pinned_steps, reader_leases
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover, Pruned
 from ckptfsm.disk.trash import remove_marker, remove_some
@@ -164,10 +166,7 @@ class Engine:
         self.publisher = Publisher(
             storage, ownership.tag, ownership.check, assembly, settings.layout
         )
-        self.protection = Protection(storage, ownership.tag, ownership.check)
-        self.mover = Mover(
-            storage, ownership.tag, ownership.check, settings.layout, self.protection
-        )
+        self.mover = Mover(storage, ownership.tag, ownership.check, settings.layout)
         self._storage = storage
         self._clock = clock
         self._ownership = ownership
@@ -645,8 +644,15 @@ class Engine:
 
     def reread_protection(self) -> None:
         """Read pins and readers' leases anew from disk."""
-        leases = self.protection.reader_leases()
-        self.ledger = self.ledger.protected(self.protection.pinned_steps(), leases.values())
+        leases = reader_leases(self._storage)
+        self.ledger = self.ledger.protected(pinned_steps(self._storage), leases.values())
+
+    def pin(self, step: int, reason: str) -> None:
+        """Keep ``step`` until its pin is removed, durably."""
+        self.check_epoch()
+        pin = encode(Pin(step=step, reason=reason))
+        put(self._storage, pin_name(step), pin, tag=self._ownership.tag)
+        self.reread_protection()
 
     def tracked(self, step: int) -> Checkpoint:
         """The tracked checkpoint of ``step``. Raises ``StepNotFoundError``."""

@@ -95,8 +95,7 @@ class PlanRun:
         if isinstance(action, Adopted):
             self.engine.continue_from(action.run_seconds)
             self.engine.publisher.make_adopted_durable(action.of.step)
-            self.engine.protection.pin(action.of.step, "adopted")
-            self.engine.reread_protection()
+            self.engine.pin(action.of.step, "adopted")
         if isinstance(action, FoundPublished):
             self.engine.publisher.make_published_durable(action.of.step)
         self.engine.post(action)

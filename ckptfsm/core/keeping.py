@@ -1,7 +1,7 @@
 """Decides which directory leaves its name, and which stays. Pure.
 
 ``disk.setting_aside`` looks at the disk, asks here, and moves. The facts it passes are frozen
-values; each answer is a member of an enum, with a sentence that explains it.
+values; each answer is a member of an enum, with words that explain it.
 
 Rules: in doubt a directory is kept. A move is never decided on facts from after the move. If a fact
 may change during the move, the same question is asked again with newer facts.
@@ -27,16 +27,16 @@ class Place(Enum):
 
 
 class PruneDecision(Enum):
-    """The decision to move a prunable checkpoint to the trash, or the reason to keep it."""
+    """The decision to move a prunable checkpoint to the trash, or the reason to keep it, in words."""
 
-    MOVE = "nothing keeps it"
-    KEEP_NOTHING_NEWER = "nothing newer is tracked: it may be the last one"
-    KEEP_NEWER_MISSING = "the newer checkpoint, for which it may go, has no directory"
-    KEEP_PINNED = "a person or an adoption pinned its step"
-    KEEP_READER = "a reader holds a lease on its step"
-    KEEP_TRACKER = "the tracker names its step, an older one, or none"
-    KEEP_NOT_OURS = "a link, a file or a mount has its name"
-    KEEP_NAMED = "the tracker was set back to its step, and its name is free"
+    MOVE = ""
+    KEEP_NOTHING_NEWER = "nothing newer is tracked any more"  # it may be the last one
+    KEEP_NEWER_MISSING = "step {newer_step} is not there"  # for which it may go
+    KEEP_PINNED = "pin"
+    KEEP_READER = "reader"
+    KEEP_TRACKER = "the tracker says {tracker_step}"  # its step, an older one, or none
+    KEEP_NOT_OURS = "not a directory of this file system"  # a link, a file or a mount
+    KEEP_NAMED = "the tracker names it"  # it was set back to its step, and its name is free
 
 
 class ReturnDecision(Enum):
@@ -140,16 +140,7 @@ def _kept_by_tracker(facts: PruneFacts) -> PruneDecision | None:
 
 def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:
     """The reason that the journal records, and people read; "" for ``MOVE``."""
-    return {
-        PruneDecision.MOVE: "",
-        PruneDecision.KEEP_NOTHING_NEWER: "nothing newer is tracked any more",
-        PruneDecision.KEEP_NEWER_MISSING: f"step {facts.newer_step} is not there",
-        PruneDecision.KEEP_PINNED: "pin",
-        PruneDecision.KEEP_READER: "reader",
-        PruneDecision.KEEP_TRACKER: f"the tracker says {facts.holds.tracker_step}",
-        PruneDecision.KEEP_NOT_OURS: "not a directory of this file system",
-        PruneDecision.KEEP_NAMED: "the tracker names it",
-    }[decision]
+    return decision.value.format(newer_step=facts.newer_step, tracker_step=facts.holds.tracker_step)
 
 
 # ---------------------------------------------------------------------------------------- clean up

@@ -1,7 +1,6 @@
-"""Inspects a root, for recovery and for verification. Changes nothing.
+"""Inspects a root, for recovery and for verification. Reads only, and no more than a bounded size.
 
-Rules: reads only, follows no symbolic link (the storage does not), and every read is bounded. A
-damaged document is a finding, not an error; a document of a newer version stops everything (F34).
+A damaged document is a finding, not an error; one of a newer version stops everything (F34).
 """
 
 from __future__ import annotations
@@ -162,32 +161,14 @@ def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
 
 
 def inspect_published(
-    storage: Storage, layout: Layout, step: int, *, files: bool = True
+    storage: Storage, layout: Layout, step: int, *, files: bool = True, at: str | None = None
 ) -> PublishedEvidence:
     """Judge the directory at the published name of ``step``, by names and sizes.
 
-    Without ``files``, the files listed in its manifest are not checked, only its attempt is read.
+    ``at``: judge this directory as if it had that name. Without ``files``, the files listed in its
+    manifest are not checked, only its attempt is read.
     """
-    return _inspect(storage, layout, step, layout.published_name(step), files)
-
-
-def why_damaged(storage: Storage, layout: Layout, checkpoint: Checkpoint) -> str:
-    """The reason why a tracked checkpoint is not whole at its name, by names and sizes; "" if it is."""
-    there = inspect_published(storage, layout, checkpoint.step)
-    if is_whole(checkpoint, there):
-        return ""
-    gone = lookup(storage, layout.published_name(checkpoint.step)) is None
-    return why_not_whole(checkpoint, None if gone else there)
-
-
-def inspect_at(storage: Storage, layout: Layout, step: int, directory: str) -> PublishedEvidence:
-    """Judge a directory as if it had the published name of ``step``, by names and sizes."""
-    return _inspect(storage, layout, step, directory, True)
-
-
-def _inspect(
-    storage: Storage, layout: Layout, step: int, directory: str, files: bool
-) -> PublishedEvidence:
+    directory = at if at is not None else layout.published_name(step)
     found = lookup(storage, directory)
     if found is None or found.kind != "dir":
         kind = found.kind if found else "nothing"
@@ -218,36 +199,40 @@ def _inspect(
     return PublishedEvidence(step, "manifest", manifest.of, seconds, "", metrics, crc)
 
 
-def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, path: str) -> bool:
-    """False if a directory in the trash is known not to be whole.
-
-    If it cannot be read, the move that brings it back will tell.
-    """
-    try:
-        there = _inspect(storage, layout, checkpoint.step, path, True)
-    except CkptFsmError:
-        raise
-    except OSError as error:
-        why = describe(error)
-        said = f"{path} in the trash could not be read: {why}"
-        say(log.warning, "trash_not_read", said, file=path, error=why)
-        return True
-    return is_whole(checkpoint, there)
+def why_damaged(storage: Storage, layout: Layout, checkpoint: Checkpoint) -> str:
+    """The reason why a tracked checkpoint is not whole at its name, by names and sizes; "" if it is."""
+    there = inspect_published(storage, layout, checkpoint.step)
+    if is_whole(checkpoint, there):
+        return ""
+    gone = lookup(storage, layout.published_name(checkpoint.step)) is None
+    return why_not_whole(checkpoint, None if gone else there)
 
 
 def which_comes_back(
     storage: Storage, layout: Layout, checkpoint: Checkpoint, paths: Iterable[str]
 ) -> str | None:
-    """The first of an attempt's paths in the trash, unless it is known to be torn or of another
-    attempt.
+    """The first of an attempt's paths in the trash that is not known to be torn, or another's.
+
+    If one cannot be read, the move that brings it back will tell.
     """
-    back = (path for path in paths if _may_come_back(storage, layout, checkpoint, path))
-    return next(back, None)
+    for path in paths:
+        try:
+            there = inspect_published(storage, layout, checkpoint.step, at=path)
+        except CkptFsmError:
+            raise
+        except OSError as error:
+            why = describe(error)
+            said = f"{path} in the trash could not be read: {why}"
+            say(log.warning, "trash_not_read", said, file=path, error=why)
+            return path
+        if is_whole(checkpoint, there):
+            return path
+    return None
 
 
 def is_manifest_of(storage: Storage, layout: Layout, of: AttemptId, path: str) -> bool:
     """True if the directory at ``path`` carries this attempt's manifest."""
-    there = _inspect(storage, layout, of.step, path, False)
+    there = inspect_published(storage, layout, of.step, files=False, at=path)
     return there.found == "manifest" and there.of == of
 
 

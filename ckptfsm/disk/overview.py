@@ -6,6 +6,7 @@ moments. So an overview is for people, and no decision is made from it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,13 +17,9 @@ from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
 from ckptfsm.core.layout import (
     LAYOUTS,
     MEGATRON,
-    PINS,
     PRIVATE,
-    READERS,
     TRACKER,
     Layout,
-    parse_pin,
-    parse_reader,
 )
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
@@ -33,6 +30,7 @@ from ckptfsm.disk.durable import list_names, lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
+from ckptfsm.disk.protection import pinned_steps, reader_leases
 
 _PIN_BYTES = 1 << 16
 
@@ -79,7 +77,8 @@ def look(storage: Storage) -> Overview:
             root=storage.root,
             reason="no_root",
         )
-    pins, readers = _pins(storage), _readers(storage)
+    pins = {step: _reason_of(storage, path) for step, path in pinned_steps(storage).items()}
+    readers = Counter(reader_leases(storage).values())
     known = {c.step for c in history.ledger.checkpoints.values() if _has_its_name(c)}
     return Overview(
         storage.root,
@@ -149,11 +148,6 @@ def _has_its_name(checkpoint: Checkpoint) -> bool:
     return checkpoint.in_place or checkpoint.state in published
 
 
-def _pins(storage: Storage) -> dict[int, str]:
-    names = ((name, parse_pin(name)) for name in list_names(storage, PINS))
-    return {step: _reason_of(storage, f"{PINS}/{name}") for name, step in names if step is not None}
-
-
 def _reason_of(storage: Storage, path: str) -> str:
     """The reason in a pin; a damaged one pins all the same."""
     try:
@@ -163,11 +157,3 @@ def _reason_of(storage: Storage, path: str) -> str:
         return decode(Pin, storage.read(path, _PIN_BYTES), path).reason
     except (DamagedRoot, FileNotFoundError):
         return ""
-
-
-def _readers(storage: Storage) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for step in map(parse_reader, list_names(storage, READERS)):
-        if step is not None:
-            found[step] = found.get(step, 0) + 1
-    return found

@@ -1,18 +1,14 @@
-"""Ownership of a root: a liveness lock that dies with its process, and an epoch that fences
-zombies.
+"""Ownership of a root: a lock that dies with its process, and an epoch that fences zombies.
 
-Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) distinguishes a
-living owner from a dead one on one host. The epoch is a file created by ``link``. An epoch
-distinguishes new from old even where the lock cannot: without locks in the file system, after a
-takeover, or for a paused process. ``check`` comes before every effect that another owner could
-notice (I9). A purge of old files may take the file of an epoch. Its owner makes it anew where it has
-the lock, and where the journal tells that nobody came later. The process also remembers the roots
-that it owns. Where a dead disk does not take the release, the root is forgotten here, so that the
-same process can open it again.
+The lock is a POSIX record lock: it tells a living owner from a dead one on one host, and no fork
+inherits it. The epoch, a file created by ``link``, tells new from old also where the lock cannot:
+without locks in the file system, after a takeover, or for a paused process. ``check`` comes before
+every effect that another owner could notice (I9).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -55,7 +51,10 @@ _ATTEMPTS = 16
 
 
 class _OwnedHere:
-    """The nonces of the roots that this process owns. Process-wide, because ownership is."""
+    """The nonces of the roots that this process owns. Process-wide, because ownership is.
+
+    A root is forgotten here also where a dead disk does not take its release.
+    """
 
     def __init__(self) -> None:
         self.nonces: set[str] = set()
@@ -78,7 +77,6 @@ class RootOwnership:
         """``ended``: the holder before, if it has ended without giving the root back."""
         self.epoch = epoch
         self._ended = ended
-        self._as_found = False
         self._storage = storage
         self._identity = identity
         self._lock = lock
@@ -147,13 +145,13 @@ class RootOwnership:
 
     def lost(self) -> RootLost:
         """The error for files without which this owner cannot go on."""
-        storage = self._storage
-        if lookup(storage, PRIVATE) is not None:
-            what = f"{storage.root}/{JOURNAL}/{segment_name(self.epoch)}"
-        elif _is_at_its_path(storage):
-            what = f"{storage.root}/{PRIVATE}"
+        what = root = self._storage.root
+        if lookup(self._storage, PRIVATE) is not None:
+            what = f"{root}/{JOURNAL}/{segment_name(self.epoch)}"
         else:
-            what = storage.root
+            with contextlib.suppress(StorageError):  # the root itself is not at its path
+                self._storage.absolute("")
+                what = f"{root}/{PRIVATE}"
         return RootLost(f"{what} was deleted under its job", file=what, epoch=self.epoch)
 
     def keep_young(self) -> None:
@@ -177,12 +175,15 @@ class RootOwnership:
         if self._lock is None:
             self._lock = self._storage.try_lock(LOCK)
 
-    def release(self) -> None:
-        """Let go of the root: another manager in the same process may open it now."""
+    def release(self, *, as_found: bool = False) -> None:
+        """Let go of the root: another manager in the same process may open it now.
+
+        ``as_found``: the opening repaired nothing, so a crash before it stays to be seen.
+        """
         try:
             ours = newest_epoch(self._storage) == self.epoch
             if ours and self._nonce_found() in (None, "", self._identity.nonce):
-                self._say_released()
+                self._say_released(as_found)
         finally:
             self.drop()
 
@@ -196,14 +197,9 @@ class RootOwnership:
             return ""
         return holder.nonce if holder is not None else None
 
-    def give_back_as_found(self) -> None:
-        """As ``release``, after an opening that repaired nothing: a crash before it stays to be seen."""
-        self._as_found = True
-        self.release()
-
-    def _say_released(self) -> None:
+    def _say_released(self, as_found: bool) -> None:
         holder = _holder(self._identity, self.epoch, released=True)
-        if self._as_found and self._ended is not None:
+        if as_found and self._ended is not None:
             holder = self._ended.model_copy(update={"epoch": self.epoch})
         path = _epoch_path(self.epoch)
         try:
@@ -222,14 +218,6 @@ class RootOwnership:
         if self._lock is not None:
             lock, self._lock = self._lock, None
             self._storage.unlock(lock)
-
-
-def _is_at_its_path(storage: Storage) -> bool:
-    try:
-        storage.absolute("")
-    except StorageError:
-        return False
-    return True
 
 
 def _touch(storage: Storage, path: str) -> None:
@@ -269,9 +257,8 @@ def open_root(
         make_dir(storage, directory)
     with required("fsync of directories", storage.root):
         for directory in ("", *DIRECTORIES):
-            storage.fsync_dir(
-                directory
-            )  # a killed process may have left names that are not durable
+            # A killed process may have left names that are not durable.
+            storage.fsync_dir(directory)
     with required("record locks (fcntl)", storage.root):
         lock = storage.try_lock(LOCK)
     try:
@@ -308,13 +295,10 @@ def _known_holder(storage: Storage, epoch: int) -> Holder | None:
 
 def holder_lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
     """True if the holder lives: a manager of this process, or a process here that has the lock's
-    file open.
+    file open. One that cannot be looked at, such as another user's, is never taken as dead.
 
-    Some file systems know no locks. A process that opens and closes the lock's file once more, say
-    to copy the root, has lost its lock. A copied root names the holder too, but the holder does not
-    have the *copy's* lock file open.
-
-    A process that cannot be looked at, such as another user's, is never taken as dead.
+    The lock is not asked: some file systems know none, and a process that opens and closes the file
+    once more has lost its own. A copied root names the holder too, who has not the *copy's* file open.
     """
     if holder is None or holder.released:
         return False
@@ -441,15 +425,7 @@ def _forget_older(storage: Storage, epoch: int) -> None:
 
 
 def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder:
-    return Holder(
-        epoch=epoch,
-        host=identity.host,
-        pid=identity.pid,
-        started=identity.started,
-        nonce=identity.nonce,
-        released=released,
-        namespace=identity.namespace,
-    )
+    return Holder(epoch=epoch, released=released, **identity._asdict())
 
 
 def _epoch_path(epoch: int) -> str:

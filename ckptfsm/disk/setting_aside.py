@@ -67,7 +67,7 @@ from ckptfsm.disk.inspection import (
     read_tracker,
     which_comes_back,
 )
-from ckptfsm.disk.protection import Protection
+from ckptfsm.disk.protection import pinned_steps, reader_leases
 from ckptfsm.disk.trash import sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
@@ -89,7 +89,6 @@ class Mover:
     tag: str
     check_epoch: Callable[[], None]
     layout: Layout
-    protection: Protection
 
     # ------------------------------------------------------------------------------ in the way
 
@@ -174,8 +173,8 @@ class Mover:
 
     def _look_at_holds(self, step: int) -> Holds:
         """Look at pins, leases, the tracker and the name of a step, in this order."""
-        pinned = step in self.protection.pinned_steps()
-        leased = step in self.protection.reader_leases().values()
+        pinned = step in pinned_steps(self.storage)
+        leased = step in reader_leases(self.storage).values()
         tracker = read_tracker(self.storage)
         found = lookup(self.storage, self.layout.published_name(step))
         foreign = found is not None and self._is_not_ours(found)

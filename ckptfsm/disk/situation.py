@@ -1,4 +1,4 @@
-"""Collects the facts that ``core.findings`` judges. Takes nothing, changes nothing."""
+"""The plan of a start, and the facts that ``core.findings`` judges. Takes nothing, changes nothing."""
 
 from __future__ import annotations
 
@@ -8,20 +8,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
 from ckptfsm.core.findings import Situation
 from ckptfsm.core.layout import JOURNAL, LOCK, QUARANTINE, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
-from ckptfsm.core.recovery import Plan, Resume
+from ckptfsm.core.recovery import Plan, Resume, plan
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inspection import gather_evidence, read_manifest
+from ckptfsm.disk.journal import History
 from ckptfsm.disk.overview import Overview
-from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.verification import strangers_in
 
 _MOST_LOOKS = 3
+
+
+@collection_paused()
+def plan_start(history: History, evidence: Evidence, epoch: int, resume: Resume) -> Plan:
+    """Decide from everything that journal and disk tell, at a start and to foretell one.
+
+    Raises ``DamagedRoot``, see ``plan``.
+    """
+    return plan(history.ledger, evidence, epoch, resume, intent=history.intent, lost=history.lost)
 
 
 def decide_start(

@@ -1,10 +1,4 @@
-"""Decides whether a stock loader would accept a torch_dist directory, from its files alone.
-
-Rules:
-
-- No torch, no megatron, no ``pickle``: ``disk.pickle_stubs`` reads the ``.metadata`` file.
-- The verdict is a value: ``inspect_stock`` never raises because of a file's content.
-- Every read is bounded, and every file is looked at once, without following links.
+"""Decides whether a stock loader would accept a torch_dist directory, from its files alone. No torch.
 
 Up to megatron-core 0.18 the state common to all ranks is a file ``common.pt``. From 0.19 on it is
 one object inside a shard, ``common_state/shard_0_1``; a ``common.pt`` beside that would be read
@@ -19,7 +13,8 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +46,14 @@ class StockVerdict:
     - ``reason``: "" if acceptable, else the file and its fault.
     - ``files``: the files that a loader needs, relative to the directory, each with its least size
       in bytes.
-    - ``total_bytes``: the sum of these sizes.
     - ``object_keys``: Megatron's ShardedObjects, such as ``rng_state/shard_0.1_1.2`` (key, offset,
       global shape).
-    - ``tensor_keys``: Megatron's ShardedTensors.
     """
 
     acceptable: bool
     reason: str
     files: tuple[tuple[str, int], ...] = ()
-    total_bytes: int = 0
     object_keys: frozenset[str] = frozenset()
-    tensor_keys: frozenset[str] = frozenset()
 
 
 def inspect_stock(storage: Storage, directory: str, tree: str = "") -> StockVerdict:
@@ -90,7 +81,7 @@ def _inspect(storage: Storage, directory: str) -> StockVerdict:
     data = _read(storage, directory, METADATA, MAX_METADATA_BYTES)
     top = load_metadata_stub(data)
     stored, needed = _storage_entries(top)
-    tensors, objects = _check_coverage(top, stored)
+    objects = _check_coverage(top, stored)
     for name, size in needed.items():
         _check_shard(storage, directory, name, size)
     small = [(CONFIG, len(config)), (METADATA, len(data))]
@@ -100,16 +91,13 @@ def _inspect(storage: Storage, directory: str) -> StockVerdict:
         common = _read(storage, directory, COMMON, MAX_COMMON_BYTES)
         _check_archive(common, COMMON)
         small.append((COMMON, len(common)))
-    files = (*sorted(needed.items()), *small)
-    total = sum(size for _, size in files)
-    return StockVerdict(True, "", files, total, objects, tensors)
+    return StockVerdict(True, "", (*sorted(needed.items()), *small), objects)
 
 
 def _inspect_trees(storage: Storage, directory: str, tree: str) -> StockVerdict:
     """The combined verdict of all trees; files and keys are named from the directory's top."""
     files: list[tuple[str, int]] = []
     objects: set[str] = set()
-    tensors: set[str] = set()
     for inner in _trees_in_use(storage, directory, tree):
         try:
             found = _inspect(storage, join(directory, inner))
@@ -117,11 +105,9 @@ def _inspect_trees(storage: Storage, directory: str, tree: str) -> StockVerdict:
             raise damaged_file(join(inner, str(error.facts.get("file"))), error.message) from None
         files += [(join(inner, name), size) for name, size in found.files]
         objects |= {join(inner, key) for key in found.object_keys}
-        tensors |= {join(inner, key) for key in found.tensor_keys}
     if not files:
         raise damaged_file(directory, f"no {tree} inside")
-    total = sum(size for _, size in files)
-    return StockVerdict(True, "", tuple(files), total, frozenset(objects), frozenset(tensors))
+    return StockVerdict(True, "", tuple(files), frozenset(objects))
 
 
 def _trees_in_use(storage: Storage, directory: str, tree: str) -> list[str]:
@@ -180,60 +166,57 @@ def _find_trees(storage: Storage, directory: str, tree: str, depth: int) -> list
 # ------------------------------------------------------------------------------------- files
 
 
-def _names(storage: Storage, directory: str) -> list[str]:
+@contextmanager
+def _content_of(name: str) -> Iterator[None]:
+    """Raise ``DamagedRoot`` for an error about the content; one about the disk's health passes."""
     try:
-        return storage.listdir(directory)
+        yield
     except OSError as error:
         if not is_about_content(error):
             raise
-        raise damaged_file(directory, _os_reason(error)) from None
+        code = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        missing = isinstance(error, FileNotFoundError)
+        raise damaged_file(name, "missing" if missing else f"cannot be read ({code})") from None
 
 
-def _os_reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    code = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return f"cannot be read ({code})"
+def _names(storage: Storage, directory: str) -> list[str]:
+    with _content_of(directory):
+        return storage.listdir(directory)
 
 
 def _stat(storage: Storage, directory: str, name: str) -> FileStat:
-    try:
+    with _content_of(name or directory or "."):
         return storage.stat(join(directory, name))
-    except OSError as error:
-        if not is_about_content(error):
-            raise
-        raise damaged_file(name or directory or ".", _os_reason(error)) from None
 
 
-def _read(storage: Storage, directory: str, name: str, limit: int) -> bytes:
+def _size_of(storage: Storage, directory: str, name: str) -> int:
     found = _stat(storage, directory, name)
     if found.kind != "file":
         raise damaged_file(name, f"not a regular file but a {found.kind}")
-    if found.size == 0:
+    return found.size
+
+
+def _read(storage: Storage, directory: str, name: str, limit: int) -> bytes:
+    size = _size_of(storage, directory, name)
+    if size == 0:
         raise damaged_file(name, "empty")
-    if found.size > limit:
-        raise damaged_file(name, f"{found.size} bytes, more than {limit}")
+    if size > limit:
+        raise damaged_file(name, f"{size} bytes, more than {limit}")
     data = _bytes_of(storage, directory, _Piece(name, 0, limit))
-    if len(data) != found.size:
-        raise damaged_file(name, f"{len(data)} bytes read of {found.size}")
+    if len(data) != size:
+        raise damaged_file(name, f"{len(data)} bytes read of {size}")
     return data
 
 
 def _bytes_of(storage: Storage, directory: str, piece: _Piece) -> bytes:
-    try:
+    with _content_of(piece.file):
         return storage.read(join(directory, piece.file), piece.length, piece.offset)
-    except OSError as error:
-        if not is_about_content(error):
-            raise
-        raise damaged_file(piece.file, _os_reason(error)) from None
 
 
 def _check_shard(storage: Storage, directory: str, name: str, needed: int) -> None:
-    found = _stat(storage, directory, name)
-    if found.kind != "file":
-        raise damaged_file(name, f"not a regular file but a {found.kind}")
-    if found.size < needed:
-        raise damaged_file(name, f"truncated: {found.size} bytes, {needed} needed")
+    size = _size_of(storage, directory, name)
+    if size < needed:
+        raise damaged_file(name, f"truncated: {size} bytes, {needed} needed")
 
 
 def _check_config(data: bytes) -> None:
@@ -322,14 +305,11 @@ def _storage_entries(top: Stub) -> tuple[dict[_Place, _Piece], dict[str, int]]:
     return stored, needed
 
 
-def _check_coverage(
-    top: Stub, stored: Mapping[_Place, _Piece]
-) -> tuple[frozenset[str], frozenset[str]]:
-    """The keys of tensors and of objects. Raises ``DamagedRoot`` unless ``stored`` has every piece."""
+def _check_coverage(top: Stub, stored: Mapping[_Place, _Piece]) -> frozenset[str]:
+    """The keys of the objects. Raises ``DamagedRoot`` unless ``stored`` has every piece."""
     declared = top.get("state_dict_metadata")
     if not isinstance(declared, dict):
         raise damaged_file(METADATA, "no state_dict_metadata")
-    tensors: set[str] = set()
     objects: set[str] = set()
     for key, value in declared.items():
         if not isinstance(key, str) or not isinstance(value, Stub):
@@ -339,13 +319,12 @@ def _check_coverage(
             if (key, None) not in stored:
                 raise damaged_file(METADATA, f"object {key[:120]!r} is stored in no file")
             continue
-        tensors.add(key)
         for offsets in _chunk_offsets(key, value):
             if (key, offsets) not in stored:
                 raise damaged_file(
                     METADATA, f"tensor {key[:120]!r}: {offsets} is stored in no file"
                 )
-    return frozenset(tensors), frozenset(objects)
+    return frozenset(objects)
 
 
 def _chunk_offsets(key: str, value: Stub) -> tuple[tuple[int, ...], ...]:
@@ -396,6 +375,3 @@ def _is_plain_name(name: Any) -> bool:
     if any("\ud800" <= letter <= "\udfff" for letter in name):
         return False  # no file has such a name that a manifest could list
     return all(piece not in ("", ".", "..") for piece in name.split("/"))
-
-
-# ------------------------------------------------------------------------------------ pickle

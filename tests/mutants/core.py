@@ -225,7 +225,7 @@ RECOVERY = (
     ),
     mutant(
         "a-gutted-directory-passes",
-        "disk.inspection:_inspect",
+        "disk.inspection:inspect_published",
         "problem = problem or check_sizes(storage, directory, manifest.files)",
         "",
         breaks="I4",

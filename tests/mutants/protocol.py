@@ -360,7 +360,7 @@ LOOKS = (
     mutant(
         "adopted-without-pin",
         "coordinator.plan_run:PlanRun._act",
-        'self.engine.protection.pin(action.of.step, "adopted")',
+        'self.engine.pin(action.of.step, "adopted")',
         "",
         breaks="I8",
         source="F26",
@@ -368,7 +368,7 @@ LOOKS = (
     mutant(
         "pinned-after-it-is-adopted",
         "coordinator.plan_run:PlanRun._act",
-        'self.engine.protection.pin(action.of.step, "adopted")\nself.engine.reread_protection()',
+        'self.engine.pin(action.of.step, "adopted")',
         "pass",
         (
             "coordinator.plan_run:PlanRun._act",
@@ -376,8 +376,7 @@ LOOKS = (
             (
                 "self.engine.post(action)\n"
                 "if isinstance(action, Adopted):\n"
-                '    self.engine.protection.pin(action.of.step, "adopted")\n'
-                "    self.engine.reread_protection()"
+                '    self.engine.pin(action.of.step, "adopted")'
             ),
         ),
         breaks="I8",
@@ -663,7 +662,7 @@ FENCES = (
     ),
     mutant(
         "a-refused-start-is-forgotten",
-        "disk.planning:plan_start",
+        "disk.situation:plan_start",
         "lost=history.lost",
         "lost=frozenset()",
         breaks="I8",

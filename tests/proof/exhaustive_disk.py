@@ -329,11 +329,8 @@ class EpochLease:
     def keep_young(self) -> None:
         """No purge comes here."""
 
-    def release(self) -> None:
-        """No code waits for it here."""
-
-    def give_back_as_found(self) -> None:
-        """Nobody reads who owned the root before."""
+    def release(self, *, as_found: bool = False) -> None:
+        """No code waits for it here, and nobody reads who owned the root before."""
 
 
 class StillClock:

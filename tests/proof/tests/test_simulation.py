@@ -44,10 +44,9 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
-from ckptfsm.disk import planning
+from ckptfsm.disk import situation
 from ckptfsm.disk.journal import JournalWriter
 from ckptfsm.disk.ownership import RootOwnership
-from ckptfsm.disk.protection import Protection
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.participant import Participant
@@ -213,7 +212,7 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
 
 def test_F26_an_adoption_without_its_pin_is_found(monkeypatch):
     """Catches: a stranger's save in use, and nothing that keeps it from retention."""
-    monkeypatch.setattr(Protection, "pin", no_effect)
+    monkeypatch.setattr(Engine, "pin", no_effect)
     assert first_failure(what="without its pin").promise == "I8"
 
 
@@ -255,14 +254,14 @@ def test_F23_a_part_that_is_not_looked_for_is_found(monkeypatch):
 
 def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
     """Catches: judges that excuse any refusal once a harmless stray was planted."""
-    plan = planning.plan
+    plan = situation.plan
 
     def give_up(ledger: Ledger, evidence: Any, *others: Any, **keywords: Any) -> Any:
         if 900_000 in evidence.published or "iter_0900000" in evidence.strays:
             raise DamagedRoot("gives up because of a stray")
         return plan(ledger, evidence, *others, **keywords)
 
-    monkeypatch.setattr(planning, "plan", give_up)
+    monkeypatch.setattr(situation, "plan", give_up)
     assert first_failure(what="because of a stray").promise == "I8"
 
 

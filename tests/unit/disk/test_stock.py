@@ -152,9 +152,8 @@ def refused(directory: Path, file: str, *words: str) -> None:
     assert verdict.reason.startswith(f"{file}: "), verdict.reason
     for word in words:
         assert word in verdict.reason
-    assert (verdict.files, verdict.total_bytes) == ((), 0)
+    assert verdict.files == ()
     assert not verdict.object_keys
-    assert not verdict.tensor_keys
 
 
 def edit_metadata(directory: Path, change: Callable[[Any], None]) -> None:
@@ -196,10 +195,8 @@ def test_a_real_checkpoint_is_accepted_with_its_files_and_keys(stock_root: Path)
     assert verdict.acceptable, verdict.reason
     assert verdict.reason == ""
     assert verdict.object_keys - {COMMON_KEY} == OBJECTS
-    assert verdict.tensor_keys == TENSORS
     on_disk = {p.name: p.stat().st_size for p in (stock_root / STEP).iterdir()}
     assert dict(verdict.files) == on_disk
-    assert verdict.total_bytes == sum(on_disk.values())
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
