@@ -840,3 +840,13 @@ class OpenPosix:
     def __call__(self, create: bool) -> PosixStorage:
         refuse_checkpoint(self.root)
         return PosixStorage(self.root, create=create)
+
+
+@contextmanager
+def opened_storage(place: str | os.PathLike[str]) -> Iterator[PosixStorage]:
+    """The storage of a directory that exists, closed after the block."""
+    storage = PosixStorage(place, create=False)
+    try:
+        yield storage
+    finally:
+        storage.close_root()

@@ -8,8 +8,7 @@
 | 3 | refused: a living owner, or a rule that keeps a checkpoint; or the outcome is not known |
 | 130 | ended by Ctrl-C |
 
-Rules: commands that read take no lock and write nothing. Names from disk are printed without
-characters that move a cursor. Errors name the file and the reason, on standard error.
+Commands that read take no lock and write nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "explain": ("reading", "Explain why a checkpoint is kept, and when it may go."),
         "verify": ("verifying", "Compare checkpoints with the digests in their manifests."),
         "doctor": ("examining", "Find damage, and tell the way out."),
-        "runbook": ("runbook", "Print what to do about a finding of the doctor."),
+        "runbook": ("examining", "Print what to do about a finding of the doctor."),
         "timeline": ("exporting", "Draw the life of each checkpoint as a page."),
         "trace": ("exporting", "Check the journal against the table of the life cycle."),
         "export": ("exporting", "Print metrics of a root in the format of Prometheus."),

@@ -11,7 +11,8 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -19,11 +20,12 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.cli.owning import owned
+from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.cli.reading import HERE, REFUSED, Place, Root, Step, opened, step_or_root
 from ckptfsm.cli.terminal import put, say_error
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
 from ckptfsm.core.errors import (
@@ -35,11 +37,13 @@ from ckptfsm.core.errors import (
     SaveRefused,
     StepNotFoundError,
 )
-from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE
+from ckptfsm.core.evidence import Ownership
+from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, Layout
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recorded_policy import policy_of
+from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inbox import read_answer, send, take_back
@@ -54,6 +58,11 @@ _RENEW_S = 2.0  # the job's reader_timeout_s is not on disk, and may be short
 _TAKEN = "the owner took the request and has not answered: see ckptfsm log"
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
+]
+
+
+OwnerEnded = Annotated[
+    bool, typer.Option("--owner-ended", help="The owner, on another host, has ended for certain.")
 ]
 
 
@@ -256,6 +265,44 @@ def _metrics_of(values: list[str]) -> dict[str, float]:
     return check_metrics(found)
 
 
+@contextmanager
+def owned(
+    root: Path, *, ended: bool = False, layout: Layout | None = None
+) -> Iterator[tuple[Coordinator, RecoveryReport]]:
+    """Open a root with recovery, and close it in order. Retention keeps everything meanwhile.
+
+    ``ended``: a person knows that an owner on another host has ended. Where the disk has no locks, a
+    living one would be fenced. ``layout``: that of a root to be made in an empty directory.
+
+    Raises ``RootBusy`` if the owner lives, or may live on another host, and ``ConfigError`` if only a
+    trainer can complete a save.
+    """
+    with opened(root) as storage:
+        owner = owner_of(storage)
+        if owner.ownership is Ownership.ELSEWHERE and not ended:
+            raise RootBusy(
+                f"{owner}: if it has ended for certain, give --owner-ended",
+                root=storage.root,
+                host=owner.host,
+                pid=owner.pid,
+            )
+        coordinator = Coordinator(
+            storage,
+            clock=SystemClock(),
+            identity=this_process(),
+            options=CoordinatorOptions(
+                layout=layout or look(storage).layout, root_wait_s=0.0, records_policy=False
+            ),
+            finishers={},
+            provenance={},
+        )
+        report = coordinator.open()
+        try:
+            yield coordinator, report
+        finally:
+            coordinator.close()
+
+
 def ask(root: Path, wait_s: float, errand: Callable[..., Asked]) -> None:
     """Have a request, complete but for ``nonce``, ``epoch`` and ``by``, carried out by an owner."""
     by = f"pid {os.getpid()} on {this_process().host}"
@@ -285,8 +332,7 @@ def _answer_of_owner(
     root: Path, overview: Overview, asked: Asked, wait_s: float
 ) -> Answered | None:
     """The owner's answer; None if it gave the root back or ended, and had not taken the request."""
-    storage = PosixStorage(root, create=False)
-    try:
+    with opened_storage(root) as storage:
         try:
             send(storage, asked)
             answered = _awaited(storage, overview, asked, wait_s)
@@ -307,8 +353,6 @@ def _answer_of_owner(
         if (answered := _awaited(storage, overview, asked, _LATE_S)) is not None:
             return answered
         raise OutcomeUnknown(_TAKEN)
-    finally:
-        storage.close_root()
 
 
 def _refuse_closed_to_owner(storage: Storage) -> None:

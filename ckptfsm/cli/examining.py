@@ -1,15 +1,17 @@
-"""``ckptfsm doctor``."""
+"""``ckptfsm doctor``, and ``ckptfsm runbook``: what to do about a finding, where no repository is."""
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
 import typer
 
-from ckptfsm.cli.owning import OwnerEnded, owned
+from ckptfsm.cli.changing import OwnerEnded, owned
 from ckptfsm.cli.reading import HERE, REFUSED, RUNBOOK, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
@@ -20,11 +22,15 @@ from ckptfsm.disk.situation import collect
 from ckptfsm.views.timeline import clean
 
 _SECOND_LOOK_S = 1.0
+_PAGES = Path(__file__).resolve().parents[1] / "runbook"  # in a checkout, a link to docs/runbook
+_SECTION = re.compile(r"^## (.*)\n(?:(?!## ).*\n)*", re.M)
+_CODE = typer.Argument(help="The code of a finding; without it, where to begin.")
 _TO_READ = "to read the contents: ckptfsm verify --all"
 
 
 def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: ckptfsm doctor -r runs/demo")(doctor)
+    app.command(epilog="Example: ckptfsm runbook disk-full")(runbook)
 
 
 def doctor(
@@ -119,3 +125,13 @@ def _fix(root: Root, owner_ended: bool) -> int:
     latest = "no checkpoint is tracked" if step is None else f"latest: {step}"
     put(clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest))
     return 0
+
+
+def runbook(code: Annotated[str | None, _CODE] = None) -> None:
+    """Print about a finding: what it means, what is lost, what to do."""
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in sorted(_PAGES.glob("*.md"))}
+    first = pages.pop("README")
+    known = {found[1]: found[0] for page in pages.values() for found in _SECTION.finditer(page)}
+    if code is not None and code not in known:
+        raise ConfigError(f"nothing about {clean(code)!r}; there are: {', '.join(sorted(known))}")
+    put((first if code is None else known[code].rstrip()).splitlines())

@@ -15,10 +15,9 @@ from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
 from ckptfsm.core.metrics import text_of
-from ckptfsm.disk.job_records import read_records
-from ckptfsm.disk.overview import look
-from ckptfsm.views.adopted import adopted_contents
+from ckptfsm.disk.overview import look, read_records
 from ckptfsm.views.chrome_trace import chrome_trace
+from ckptfsm.views.listing import adopted_contents
 from ckptfsm.views.metrics import metrics_of
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives

@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
-from ckptfsm.cli.changing import Wait, ask
-from ckptfsm.cli.owning import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened, opened_directory
+from ckptfsm.adapters.posix_storage import OpenPosix, opened_storage
+from ckptfsm.cli.changing import OwnerEnded, Wait, ask, owned
+from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge_content
 from ckptfsm.core.documents import Asked, FileEntry
@@ -50,8 +49,7 @@ def adopt(
         Path, typer.Argument(help="A complete checkpoint, on the disk of the root.")
     ],
     step: Annotated[
-        int | None,
-        typer.Option(help="Its step, if its name does not tell.", min=0, max=MAX_STEP),
+        int | None, typer.Option(help="Its step, if its name does not tell.", min=0, max=MAX_STEP)
     ] = None,
     root: Root = HERE,
     owner_ended: OwnerEnded = False,
@@ -84,7 +82,7 @@ def adopt(
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
-        with opened_directory(given.parent) as storage:
+        with opened_storage(given.parent) as storage:
             judge_content(storage, layout, given.name, found, _all_told)
         if makes:
             _make(root, layout)
@@ -152,11 +150,8 @@ def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
 
 
 def _take_into_service(root: Path, source: str, step: int) -> None:
-    storage = PosixStorage(root, create=False)
-    try:
+    with opened_storage(root) as storage:
         admit(storage, this_process(), look(storage).layout, source, step)
-    finally:
-        storage.close_root()
     with owned(root) as (coordinator, report):
         _tell(report.decisions)
         latest = coordinator.ledger.latest()

@@ -12,7 +12,7 @@ import typer
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.garbage import collection_paused
-from ckptfsm.adapters.posix_storage import PosixStorage, refuse_checkpoint
+from ckptfsm.adapters.posix_storage import opened_storage, refuse_checkpoint
 from ckptfsm.cli.terminal import console, folded, put, put_json
 from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError, describe
 from ckptfsm.core.evidence import Ownership
@@ -20,16 +20,20 @@ from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import why_damaged
-from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.journal import entered_at, read_history
-from ckptfsm.disk.overview import Overview, look
-from ckptfsm.views.adopted import adopted_contents
-from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
-from ckptfsm.views.lives_of_step import lines_of_step
+from ckptfsm.disk.overview import Overview, look, read_records
+from ckptfsm.views.listing import (
+    adopted_contents,
+    as_json,
+    lines_of,
+    lines_of_step,
+    missed_lines,
+    rows_of,
+    tree_lines,
+)
+from ckptfsm.views.log import JournalTail
 from ckptfsm.views.reading import read_lives
-from ckptfsm.views.records import JournalTail
 from ckptfsm.views.timeline import clean
-from ckptfsm.views.tree import tree_lines
 
 Root = Annotated[
     Path,
@@ -77,18 +81,8 @@ def add_to(app: typer.Typer) -> None:
 def opened(root: Path) -> Iterator[Storage]:
     """The storage of a root that exists, for reading. Raises ``ConfigError`` for a checkpoint."""
     refuse_checkpoint(str(root))
-    with opened_directory(root) as storage:
+    with opened_storage(root) as storage:
         yield storage
-
-
-@contextmanager
-def opened_directory(place: Path) -> Iterator[Storage]:
-    """The storage of a directory that exists, for reading: a root, or what holds a copy."""
-    storage = PosixStorage(place, create=False)
-    try:
-        yield storage
-    finally:
-        storage.close_root()
 
 
 def ls(

@@ -94,11 +94,7 @@ def folded(line: str, width: int) -> list[str]:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + _FOLD)
     return textwrap.wrap(
-        line,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,16 +20,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ckptfsm.cli.reading import (
-    HERE,
-    RUNBOOK,
-    Json,
-    Place,
-    Root,
-    opened,
-    opened_directory,
-    step_or_root,
-)
+from ckptfsm.adapters.posix_storage import opened_storage
+from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened, step_or_root
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import JournalCorrupt, StepNotFoundError
@@ -43,13 +33,7 @@ from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.overview import layout_of_names, look
 from ckptfsm.disk.pickle_stubs import METADATA
 from ckptfsm.disk.pieces import Piece
-from ckptfsm.disk.verification import (
-    Choose,
-    Verdict,
-    everything,
-    verify_directory,
-    verify_step,
-)
+from ckptfsm.disk.verification import Verdict, verify_directory, verify_step
 from ckptfsm.views.timeline import clean, format_duration
 
 
@@ -93,7 +77,7 @@ def verify(
         with _progress() as progress:
             for each in _steps(shelf, step, everything_tracked):
                 began = time.monotonic()
-                watched = _Watched(_choice(share), progress, f"step {each}")
+                watched = _Watched(share, progress, f"step {each}")
                 verdicts.append(_verified(storage, shelf, each, watched))
                 if not json:
                     told = _lines(f"step {each}", verdicts[-1], time.monotonic() - began)
@@ -120,9 +104,9 @@ def _verify_copy(place: Path, share: float, json: bool) -> None:
     """Verify one directory. No journal is asked: its manifest alone says what has to be there."""
     place = place.resolve()
     layout = layout_of_names([place.name])
-    with opened_directory(place.parent) as storage, _progress() as progress:
+    with opened_storage(place.parent) as storage, _progress() as progress:
         began = time.monotonic()
-        watched = _Watched(_choice(share), progress, place.name)
+        watched = _Watched(share, progress, place.name)
         named = layout.parse_published(place.name)
         try:
             verdict = verify_directory(
@@ -146,8 +130,7 @@ class _Shelf:
     """The checkpoints of a root that can be verified, the newest first.
 
     ``expected`` has the journal's checkpoint of each step. ``problem``: the journal is damaged, or
-    ``lost``: not there. Then the steps are those of published names, and nothing more is known of
-    them.
+    ``lost``: not there. Then the steps are those of published names.
     """
 
     root: str
@@ -201,26 +184,18 @@ def _steps(shelf: _Shelf, step: int | None, everything_tracked: bool) -> Sequenc
     return [step if step is not None else shelf.steps[0]]
 
 
-def _choice(share: float) -> Choose:
-    if share == 1:
-        return everything
-
-    return partial(_at_random, share)
-
-
 def _at_random(share: float, files: Sequence[FileEntry]) -> Collection[FileEntry]:
     """A share of the files, at least one unless the share is 0."""
+    if share == 1:
+        return files
     count = max(1, round(share * len(files))) if share else 0
     return random.sample(files, k=min(len(files), count))
 
 
-@contextmanager
-def _progress() -> Iterator[Progress | None]:
+def _progress() -> Progress:
     """A bar on standard error, if that is a terminal: bytes, bytes per second, time left."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
+    console.quiet = not console.is_terminal
     columns = (
         TextColumn("{task.description}"),
         BarColumn(20),
@@ -228,31 +203,27 @@ def _progress() -> Iterator[Progress | None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield progress
+    return Progress(*columns, console=console, transient=True, disable=console.quiet)
 
 
 class _Watched:
-    """A choice of files whose reads move a bar, or nothing if there is no bar."""
+    """A random choice of files, whose reads move a bar."""
 
-    def __init__(self, choose: Choose, progress: Progress | None, name: str) -> None:
-        self._choose = choose
+    def __init__(self, share: float, progress: Progress, name: str) -> None:
+        self._share = share
         self._progress = progress
-        self._task = progress.add_task(name, total=None) if progress else None
+        self._task = progress.add_task(name, total=None)
 
     def choose(self, files: Sequence[FileEntry]) -> Collection[FileEntry]:
-        chosen = self._choose(files)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, total=sum(file.bytes for file in chosen))
+        chosen = _at_random(self._share, files)
+        self._progress.update(self._task, total=sum(file.bytes for file in chosen))
         return chosen
 
     def read(self, piece: Piece) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, len(piece.view))
+        self._progress.advance(self._task, len(piece.view))
 
     def end(self) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.remove_task(self._task)
+        self._progress.remove_task(self._task)
 
 
 def _verified(storage: Storage, shelf: _Shelf, step: int, watched: _Watched) -> Verdict:

@@ -89,10 +89,15 @@ from ckptfsm.core.retention import Policy, describe_tracked
 from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
-from ckptfsm.disk.inspection import is_manifest_of, moved_aside, read_tracker
+from ckptfsm.disk.inspection import (
+    is_manifest_of,
+    moved_aside,
+    pinned_steps,
+    read_tracker,
+    reader_leases,
+)
 from ckptfsm.disk.journal import History, JournalWriter, folded
 from ckptfsm.disk.ownership import RootOwnership
-from ckptfsm.disk.protection import pinned_steps, reader_leases
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover, Pruned
 from ckptfsm.disk.trash import remove_marker, remove_some
@@ -153,7 +158,8 @@ class Engine:
         self.ledger = Ledger()
         self.moves = 0
         self.news = NewsQueue()
-        assembly = Assembly(
+        assembly = partial(
+            Assembly,
             storage,
             clock,
             ownership.tag,

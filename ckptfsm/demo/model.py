@@ -1,24 +1,20 @@
 """A real Megatron-core GPT and its training loop: tensor parallel over gloo, bit-for-bit resumable.
 
-Rules:
+It reads a training text that every machine with Python has, the standard library. The trainer knows
+nothing about checkpoints on disk: it offers a sharded state dict and takes one back, with everything
+that the next step depends on. Dropout is on, so a lost generator state shows in the very next loss.
 
-- `Trainer.sharded_state_dict` has everything that the next step depends on. That is: parameters,
-  Adam's moments and step counts, the generators' states, the data cursor and the iteration. Dropout
-  is on, so a lost generator state shows in the very next loss.
-- Common (unsharded) values are equal on all ranks; values that differ between ranks are sharded.
-- Python's and numpy's generators are never used, so they need no place in the checkpoint.
-- All ranks have one generator stream: tensor-parallel ranks must draw equal masks for replicated
-  activations, and Megatron too seeds data-parallel ranks alike. So replicas of ``rng_state`` along
-  the data-parallel axis are true replicas.
-- This module has no state. Megatron's process groups and RNG tracker are its globals, set once by
-  `initialize_parallel`.
+All ranks have one generator stream: tensor-parallel ranks must draw equal masks for replicated
+activations, and Megatron too seeds data-parallel ranks alike.
 """
 
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +35,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.demo.text import VOCABULARY_SIZE, ByteText, read_stdlib
 
-DROPOUT = 0.1
-"""Probability, in attention and hidden layers; above zero on purpose (see the rules)."""
+DROPOUT = 0.1  # above zero, so that the state of the generators matters
+VOCABULARY_SIZE = 256  # byte values
+_TEXT_BYTES = 2 * 1024 * 1024
+
+
+def _read_stdlib() -> bytes:
+    """The first two MiB of the standard library's top-level ``*.py`` files, sorted by name.
+
+    Equal installations of Python see equal bytes. Packages are left out: ``site-packages`` lies among
+    them. Raises ConfigError if the sources are not on disk.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
+        with path.open("rb") as source:
+            text += source.read(_TEXT_BYTES - len(text))
+        if len(text) >= _TEXT_BYTES:
+            break
+    if len(text) < 2:
+        raise ConfigError("the standard library's sources are not on disk", file=str(folder))
+    return bytes(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,6 @@ class ModelSpec:
     """Sizes of the model and its training; the defaults suit two CPU cores.
 
     ``batch_size`` is in sequences per data-parallel rank, ``sequence_length`` in tokens (bytes).
-    ``heads`` and ``hidden_size`` must be divisible by the tensor-parallel size.
     """
 
     hidden_size: int = 320
@@ -66,17 +79,8 @@ def initialize_parallel(tensor_parallel: int) -> None:
     """Set up this process for `Trainer`: one thread, deterministic kernels, Megatron's groups.
 
     Needs an initialised default process group with a multiple of ``tensor_parallel`` ranks; the
-    rest of the ranks is data parallel. A collective: every rank calls it once. The trainer seeds
-    the generators, from its spec.
+    rest of the ranks is data parallel. A collective: every rank calls it once.
     """
-    if not dist.is_initialized():
-        raise ConfigError("initialise torch.distributed before the demo's groups")
-    if tensor_parallel < 1 or dist.get_world_size() % tensor_parallel:
-        raise ConfigError(
-            "the number of ranks is not a multiple of the tensor-parallel size",
-            tensor_parallel=tensor_parallel,
-            ranks=dist.get_world_size(),
-        )
     # cuBLAS refuses to run under deterministic algorithms without a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(1)  # more threads change the order of sums, and fight over the cores
@@ -96,21 +100,13 @@ class Trainer:
     def __init__(self, spec: ModelSpec, tensor_parallel: int, device: torch.device | str) -> None:
         """Build model, optimizer and text on ``device``; a collective over all ranks.
 
-        Raises ConfigError unless `initialize_parallel` was called with the same
-        ``tensor_parallel``.
+        Call `initialize_parallel` with the same ``tensor_parallel`` before.
         """
-        if not parallel_state.model_parallel_is_initialized():
-            raise ConfigError("call initialize_parallel before building a trainer")
-        if parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
-            raise ConfigError(
-                "the groups were set up for another tensor-parallel size",
-                tensor_parallel=tensor_parallel,
-            )
         self.spec = spec
         self.iteration = 0
         self.cursor = 0
         self._device = torch.device(device)
-        self._text = ByteText(read_stdlib())
+        self._text = torch.frombuffer(bytearray(_read_stdlib()), dtype=torch.uint8)
         torch.manual_seed(spec.seed)
         model_parallel_cuda_manual_seed(spec.seed, inference_rng_tracker=True)
         self.model = _build_model(spec, tensor_parallel, self._device)
@@ -181,14 +177,21 @@ class Trainer:
         self.iteration, self.cursor = iteration, cursor
 
     def _next_batch(self) -> tuple[Tensor, Tensor, int]:
-        """This rank's rows of the next global batch, on the device, and the cursor after it."""
-        ranks = parallel_state.get_data_parallel_world_size()
+        """This rank's rows of the next global batch, and the cursor after it.
+
+        Returns (tokens, labels, cursor): int64 tensors ``[batch_size, sequence_length]`` on the device;
+        a label is the byte after its token. The text wraps around.
+        """
+        spec, ranks = self.spec, parallel_state.get_data_parallel_world_size()
         mine = parallel_state.get_data_parallel_rank()
-        tokens, labels, next_cursor = self._text.batch(
-            self.cursor, self.spec.batch_size * ranks, self.spec.sequence_length
-        )
-        rows = slice(mine * self.spec.batch_size, (mine + 1) * self.spec.batch_size)
-        return tokens[rows].to(self._device), labels[rows].to(self._device), next_cursor
+        rows = spec.batch_size * ranks
+        count = rows * spec.sequence_length
+        offsets = (self.cursor + torch.arange(count + 1)) % self._text.numel()
+        stream = self._text[offsets].long().to(self._device)
+        own = slice(mine * spec.batch_size, (mine + 1) * spec.batch_size)
+        tokens = stream[:-1].reshape(rows, spec.sequence_length)[own]
+        labels = stream[1:].reshape(rows, spec.sequence_length)[own]
+        return tokens, labels, (self.cursor + count) % self._text.numel()
 
 
 def _build_model(spec: ModelSpec, tensor_parallel: int, device: torch.device) -> Any:

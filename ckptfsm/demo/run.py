@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
@@ -29,7 +29,7 @@ from ckptfsm.disk.ownership import open_root
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
-from ckptfsm.views.table import render_table
+from ckptfsm.views.timeline import render_table
 
 _PAUSE_TIMEOUT_S = 120.0
 
@@ -106,21 +106,17 @@ def _remove(root: Path) -> None:
     if not (root / ".ckptfsm").is_dir():
         shutil.rmtree(root)
         return
-    storage = PosixStorage(root, create=False)
-    try:
+    with opened_storage(root) as storage:
         lease = open_root(storage, this_process())
         try:
             shutil.rmtree(root)
         finally:
             lease.drop()
-    finally:
-        storage.close_root()
 
 
 def _train_and_crash(options: DemoOptions, root: Path, scratch: Path) -> None:
-    port = str(_free_port())
     print("\n1. an uninterrupted run, for comparison")
-    _must_succeed(_start(options, port, ["--losses", str(scratch / "reference.json")]))
+    _must_succeed(_start(options, ["--losses", str(scratch / "reference.json")]))
     common = [
         *("--root", str(root), "--save-every", str(options.save_every)),
         *("--keep", str(options.keep), "--keep-every", str(options.keep_every)),
@@ -129,28 +125,26 @@ def _train_and_crash(options: DemoOptions, root: Path, scratch: Path) -> None:
         f"\n2. with async saves every {options.save_every} steps; one rank is SIGKILLed while the "
         f"writer of step {options.kill_step} is in the middle of its shards"
     )
-    _run_and_kill(options, port, common, scratch)
+    _run_and_kill(options, common, scratch)
     print("\n3. the same command again")
-    arguments = [*common, "--losses", str(scratch / "second.json")]
-    _must_succeed(_start(options, port, arguments))
+    _must_succeed(_start(options, [*common, "--losses", str(scratch / "second.json")]))
 
 
 def _start(
-    options: DemoOptions, port: str, arguments: Sequence[str], errors: IO[bytes] | None = None
+    options: DemoOptions, arguments: Sequence[str], errors: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
     command = ["--steps", str(options.steps), "--tp", str(options.tp), *arguments]
-    return _torchrun(options.ranks, port, "ckptfsm.demo.trainer", command, errors)
+    return _torchrun(options.ranks, "ckptfsm.demo.trainer", command, errors)
 
 
 def _torchrun(
-    ranks: int,
-    port: str,
-    module: str,
-    arguments: Sequence[str],
-    errors: IO[bytes] | None = None,
+    ranks: int, module: str, arguments: Sequence[str], errors: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     place = ["--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", port]
     command = [*launcher, *place, "-m", module, *arguments]
     return subprocess.Popen(command, env=environment, stderr=errors)
@@ -172,7 +166,7 @@ def _wait(job: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def _run_and_kill(options: DemoOptions, port: str, common: Sequence[str], scratch: Path) -> None:
+def _run_and_kill(options: DemoOptions, common: Sequence[str], scratch: Path) -> None:
     fifos, pids = scratch / "fifos", scratch / "pids"
     fifos.mkdir()
     pids.mkdir()
@@ -185,7 +179,7 @@ def _run_and_kill(options: DemoOptions, port: str, common: Sequence[str], scratc
     ]
     errors = scratch / "stderr.txt"  # torchrun prints long tracebacks about the death we cause
     with errors.open("wb") as sink:
-        job = _start(options, port, arguments, sink)
+        job = _start(options, arguments, sink)
     try:
         _await_pause(fifos / "reached", job)
     except DemoFailed:
@@ -237,14 +231,13 @@ def _check_losses(options: DemoOptions, scratch: Path) -> None:
 
 
 def _check_stock_load(options: DemoOptions, root: Path) -> None:
-    storage = PosixStorage(root, create=False)
-    step = read_tracker(storage).step
-    storage.close_root()
+    with opened_storage(root) as storage:
+        step = read_tracker(storage).step
     if step is None:
         raise DemoFailed("the tracker names no step")
     directory = str(root / f"iter_{step:07d}")
     arguments = [directory, str(options.tp)]
-    _must_succeed(_torchrun(options.ranks, str(_free_port()), "ckptfsm.demo.verify", arguments))
+    _must_succeed(_torchrun(options.ranks, "ckptfsm.demo.verify", arguments))
 
 
 def _check_directories(options: DemoOptions, root: Path) -> None:
@@ -272,9 +265,8 @@ def _check_journal(root: Path) -> None:
 
 
 def _report(root: Path) -> None:
-    storage = PosixStorage(root, create=False)
-    lives = read_lives(storage)
-    storage.close_root()
+    with opened_storage(root) as storage:
+        lives = read_lives(storage)
     print("\n5. the life of every checkpoint (seconds since the first record)\n")
     print(render_table(lives))
     picture = root / "lives.html"
@@ -285,13 +277,6 @@ def _report(root: Path) -> None:
 def _stopped(root: Path) -> int:
     """Print the tracked step after Ctrl-C. Returns the exit status."""
     if (root / ".ckptfsm").is_dir():
-        storage = PosixStorage(root, create=False)
-        print(f"\nstopped; the tracker names step {read_tracker(storage).step}")
-        storage.close_root()
+        with opened_storage(root) as storage:
+            print(f"\nstopped; the tracker names step {read_tracker(storage).step}")
     return 130
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

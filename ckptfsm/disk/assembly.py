@@ -1,14 +1,13 @@
 """Assembly of an attempt before it is published: its receipts, their files, the metadata, the manifest.
 
-Rules: every file is looked at on disk, by its size. The digests of the shards are taken from the
-receipts; a foreign ``common.pt`` is digested again. A file that no receipt claims, or that two
-claim, fails the attempt. Only ``put`` renames anything here.
+Every file is looked at on disk, by its size. The digests of the shards are taken from the receipts. A
+file that no receipt claims, or that two claim, fails the attempt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ckptfsm.core.backoff import pauses
@@ -16,7 +15,7 @@ from ckptfsm.core.documents import FileEntry, Manifest, part_records
 from ckptfsm.core.errors import CkptFsmError, SaveFailed, ShardMissing, describe
 from ckptfsm.core.layout import MANIFEST, RECEIPTS, Layout, join, planned_name
 from ckptfsm.core.lifecycle import Checkpoint, expected_reports
-from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
 from ckptfsm.disk.durable import (
     content_is,
@@ -36,17 +35,14 @@ _FOREIGN_METADATA = (".metadata", "metadata.json")
 _INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' finalizers leave them
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedParts:
-    """The receipts of an attempt, and the optional parts that some rank left out, with the reason."""
-
-    receipts: Sequence[CheckedReceipt]
-    dropped: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Assembly:
-    """Puts the attempts of one epoch together. ``tag`` names our temporary files."""
+    """Puts one attempt together. Call ``shares``, ``listed``, ``finish`` for each part, ``manifest``.
+
+    - ``tag`` names our temporary files.
+    - ``dropped``: the optional parts that some rank left out, with the reason.
+    - ``files``: those that the manifest will list, relative to ``directory``.
+    """
 
     storage: Storage
     clock: Clock
@@ -55,36 +51,37 @@ class Assembly:
     provenance: Mapping[str, str]
     visibility_timeout_s: float
     layout: Layout
+    checkpoint: Checkpoint
+    directory: str
+    receipts: Sequence[CheckedReceipt] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    files: list[FileEntry] = field(default_factory=list)
 
-    def shares(self, checkpoint: Checkpoint, directory: str) -> ReceivedParts:
-        """All receipts of an attempt, and the optional parts that some rank left out.
+    def shares(self) -> None:
+        """Read all receipts of the attempt, and look at their files.
 
         Names are looked up again until a deadline: network file systems show them late (F9).
         """
+        checkpoint, directory = self.checkpoint, self.directory
         deadline = self.clock.monotonic() + self.visibility_timeout_s
-        expected = expected_reports(checkpoint)
         mine = Receipts(self.storage, directory, checkpoint.id, checkpoint.world_size)
-        receipts = sorted(
-            mine.arriving(expected, self.clock, deadline), key=attrgetter("part", "rank")
-        )
-        dropped = dropped_parts(checkpoint, receipts)
+        arriving = mine.arriving(expected_reports(checkpoint), self.clock, deadline)
+        self.receipts = sorted(arriving, key=attrgetter("part", "rank"))
+        self.dropped = dropped_parts(checkpoint, self.receipts)
         there = {
             name: stat.size
             for name, stat in each_file(self.storage, directory, besides=RECEIPTS)
             if stat.kind == "file"
         }
-        for receipt in receipts:
+        for receipt in self.receipts:
             whole = all(there.get(entry.name) == entry.bytes for entry in receipt.files)
-            if not whole and receipt.part not in dropped:
-                self._await_files(checkpoint.id, receipt, directory, deadline)
-        return ReceivedParts(receipts, dropped)
+            if not whole and receipt.part not in self.dropped:
+                self._await_files(receipt, deadline)
 
-    def _await_files(
-        self, of: AttemptId, receipt: CheckedReceipt, directory: str, deadline: float
-    ) -> None:
+    def _await_files(self, receipt: CheckedReceipt, deadline: float) -> None:
         """Wait until all files of a receipt are whole. Raises ``ShardMissing`` at the deadline."""
-        pause = pauses()
-        while problem := check_sizes(self.storage, directory, receipt.files):
+        pause, of = pauses(), self.checkpoint.id
+        while problem := check_sizes(self.storage, self.directory, receipt.files):
             if self.clock.monotonic() >= deadline:
                 raise ShardMissing(
                     f"part {receipt.part!r} of rank {receipt.rank}: {problem}",
@@ -95,80 +92,72 @@ class Assembly:
                 )
             self.clock.sleep(next(pause))
 
-    def listed(
-        self, checkpoint: Checkpoint, directory: str, shares: ReceivedParts
-    ) -> list[FileEntry]:
-        """The files of all receipts and the receipts themselves; a name may be claimed once."""
-        files: dict[str, FileEntry] = {}
-        for receipt in shares.receipts:
-            own_files = receipt.files if receipt.part not in shares.dropped else ()
+    def listed(self) -> set[str]:
+        """Take the files of all receipts and the receipts themselves; a name may be claimed once."""
+        names: set[str] = set()
+        for receipt in self.receipts:
+            own_files = receipt.files if receipt.part not in self.dropped else ()
             for entry in (*own_files, receipt.entry):
-                if entry.name in files:
+                if entry.name in names:
                     raise SaveFailed(
                         f"{entry.name} is claimed by two receipts",
                         file=entry.name,
-                        step=checkpoint.step,
+                        step=self.checkpoint.step,
                         rank=receipt.rank,
                     )
-                files[entry.name] = entry
-        return list(files.values())
+                names.add(entry.name)
+                self.files.append(entry)
+        return names
 
-    def finish(
-        self, checkpoint: Checkpoint, part: PartSpec, directory: str, shares: ReceivedParts
-    ) -> list[FileEntry]:
+    def finish(self, part: PartSpec) -> None:
         """Write the metadata of a part (``.metadata``, ``metadata.json``) from its receipts.
 
         Raises ``SaveFailed`` if other metadata is there, in place: another trainer saved the step then.
         """
-        location = join(directory, part.directory)
+        location = join(self.directory, part.directory)
         if part.format.foreign:
-            self._refuse_changed_common(part, directory, shares)
-            names = [*_FOREIGN_METADATA, *self._beside(part, directory, shares)]
-            return [self._entry_of(location, part, name) for name in names]
-        final = join(self.layout.published_name(checkpoint.step), part.directory)
-        entries = []
-        for name, content in self._metadata_of(part, directory, shares, final).items():
+            self._refuse_changed_common(part)
+            names = [*_FOREIGN_METADATA, *self._beside(part)]
+            self.files += [self._entry_of(location, part, name) for name in names]
+            return
+        for name, content in self._metadata_of(part).items():
             path = join(location, name)
-            there = checkpoint.in_place and lookup(self.storage, path) is not None
+            there = self.checkpoint.in_place and lookup(self.storage, path) is not None
             if there and not content_is(self.storage, path, content):
                 raise SaveFailed(f"another trainer wrote {name} there", file=path)
             put(self.storage, path, content, tag=self.tag)
             digest = self.storage.digest(path)
-            entry = FileEntry(name=join(part.directory, name), bytes=len(content), digest=digest)
-            entries.append(entry)
-        return entries
+            name = join(part.directory, name)
+            self.files.append(FileEntry(name=name, bytes=len(content), digest=digest))
 
-    def _refuse_changed_common(self, part: PartSpec, directory: str, shares: ReceivedParts) -> None:
+    def _refuse_changed_common(self, part: PartSpec) -> None:
         """Raise ``SaveFailed`` if the common state changed since its rank wrote it.
 
         A second request for the same directory overwrites it before any check.
         """
         name = join(part.directory, COMMON)
-        for receipt in shares.receipts:
-            for entry in receipt.files:
-                if entry.name != name:
-                    continue
-                path = join(directory, name)
+        path = join(self.directory, name)
+        for entry in (entry for receipt in self.receipts for entry in receipt.files):
+            if entry.name == name:
                 same = self.storage.stat(path).size == entry.bytes
                 if not same or self.storage.digest(path) != entry.digest:
                     raise SaveFailed(f"{name} was changed after it was written", file=path)
 
-    def _metadata_of(
-        self, part: PartSpec, directory: str, shares: ReceivedParts, final: str
-    ) -> Mapping[str, bytes]:
+    def _metadata_of(self, part: PartSpec) -> Mapping[str, bytes]:
         """The metadata files of a part. A finisher that raises fails its attempt, whatever it raises."""
         if not part.format.planned:
             return {}
+        final = join(self.layout.published_name(self.checkpoint.step), part.directory)
         finisher = self.finishers.get(part.kind)
         if finisher is None:
             raise SaveFailed(
                 f"no finisher here can complete part {part.name!r} ({part.kind})", file=final
             )
-        planned = f"{directory}/{planned_name(part.name)}"
+        planned = f"{self.directory}/{planned_name(part.name)}"
         data = b""
         if lookup(self.storage, planned) is not None:
             data = read_document(self.storage, planned, MAX_METADATA_BYTES)
-        results = [r.results for r in shares.receipts if r.part == part.name]
+        results = [r.results for r in self.receipts if r.part == part.name]
         try:
             return finisher(data, results, f"{self.storage.root}/{final}")
         except (CkptFsmError, OSError, KeyboardInterrupt, SystemExit):
@@ -178,10 +167,10 @@ class Assembly:
                 f"part {part.name!r} cannot be completed: {describe(error)}", file=final
             ) from error
 
-    def _beside(self, part: PartSpec, directory: str, shares: ReceivedParts) -> list[str]:
+    def _beside(self, part: PartSpec) -> list[str]:
         """Further files of the checkpoint that the finalizers of a foreign part left."""
-        claimed = {entry.name for receipt in shares.receipts for entry in receipt.files}
-        found = walk_files(self.storage, join(directory, part.directory))
+        claimed = {entry.name for receipt in self.receipts for entry in receipt.files}
+        found = walk_files(self.storage, join(self.directory, part.directory))
         return [
             name
             for name, stat in found
@@ -203,51 +192,41 @@ class Assembly:
         digest = self.storage.digest(path)
         return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
 
-    def manifest(
-        self,
-        checkpoint: Checkpoint,
-        directory: str,
-        shares: ReceivedParts,
-        files: Sequence[FileEntry],
-    ) -> Manifest:
+    def manifest(self) -> Manifest:
         """The commit record. Raises ``SaveFailed`` unless exactly ``files`` are there."""
-        self._refuse_duplicates(checkpoint, files)
-        self._refuse_unlisted(directory, files)
-        kept = tuple(part for part in checkpoint.parts if part.name not in shares.dropped)
+        checkpoint = self.checkpoint
+        self._refuse_unlisted()
+        kept = tuple(part for part in checkpoint.parts if part.name not in self.dropped)
         return Manifest(
             step=checkpoint.id.step,
             epoch=checkpoint.id.epoch,
             attempt=checkpoint.id.attempt,
             world_size=checkpoint.world_size,
             parts=part_records(kept),
-            files=tuple(sorted(files, key=attrgetter("name"))),
+            files=tuple(sorted(self.files, key=attrgetter("name"))),
             metrics=dict(checkpoint.metrics),
             run_seconds=checkpoint.run_seconds,
             provenance=dict(self.provenance),
-            dropped=dict(shares.dropped),
+            dropped=dict(self.dropped),
             written_at=self.clock.wall(),
         )
 
-    def _refuse_duplicates(self, checkpoint: Checkpoint, files: Sequence[FileEntry]) -> None:
-        """Raise ``SaveFailed`` if the metadata of a part has the name of a file that a receipt lists."""
-        seen: set[str] = set()
-        for entry in files:
-            if entry.name in seen:
-                raise SaveFailed(
-                    f"{entry.name} is written twice", file=entry.name, step=checkpoint.step
-                )
-            seen.add(entry.name)
-
-    def _refuse_unlisted(self, directory: str, files: Sequence[FileEntry]) -> None:
-        """Raise ``SaveFailed`` if other files are there than the listed ones.
+    def _refuse_unlisted(self) -> None:
+        """Raise ``SaveFailed`` if other files are there than the listed ones, or one is listed twice.
 
         A file that no receipt claims may be a late writer's.
         """
-        missing = {entry.name for entry in files}
-        for name, kind in each_kind(self.storage, directory):
+        missing: set[str] = set()
+        for entry in self.files:
+            if entry.name in missing:  # the metadata of a part has the name of a file of a receipt
+                raise SaveFailed(
+                    f"{entry.name} is written twice", file=entry.name, step=self.checkpoint.step
+                )
+            missing.add(entry.name)
+        for name, kind in each_kind(self.storage, self.directory):
             if kind != "file" or (name not in missing and name != MANIFEST):
-                raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
+                raise SaveFailed(f"{name} is in no receipt", file=f"{self.directory}/{name}")
             missing.discard(name)
         for name in sorted(missing):  # a network file system lists late: ask for it by name
-            if lookup(self.storage, f"{directory}/{name}") is None:
-                raise SaveFailed(f"{name} is gone", file=f"{directory}/{name}")
+            if lookup(self.storage, f"{self.directory}/{name}") is None:
+                raise SaveFailed(f"{name} is gone", file=f"{self.directory}/{name}")

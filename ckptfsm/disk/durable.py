@@ -1,13 +1,9 @@
 """The two durable operations behind everything on disk: ``put`` a file, ``move`` a directory.
 
-``put``: unique temporary name -> write all -> fsync -> checked close -> rename -> fsync of the
-directory. A crash before the rename leaves the old content and a temporary file; after the rename,
-the new content. A reader never sees a partial file.
-
-``move``: rename -> look at both names -> fsync both directories. A rename whose outcome is unknown
-(``ESTALE`` on a network file system) is decided by looking, never by assuming.
-
-Rules: after a failed fsync the file is lost and never fsynced again; a retry writes a new file.
+A crash before the rename of a ``put`` leaves the old content and a temporary file; after it, the new
+content. A reader never sees a partial file. After a failed fsync a file is lost and never fsynced again;
+a retry writes a new one. A rename whose outcome is unknown (``ESTALE`` on a network file system) is
+decided by looking, never by assuming.
 """
 
 from __future__ import annotations
@@ -62,12 +58,7 @@ def write_new(storage: Storage, path: str, data: bytes) -> None:
 
 
 def put(
-    storage: Storage,
-    path: str,
-    data: bytes,
-    *,
-    tag: str,
-    check: Callable[[], None] | None = None,
+    storage: Storage, path: str, data: bytes, *, tag: str, check: Callable[[], None] | None = None
 ) -> None:
     """Make ``path`` hold ``data``, atomically and durably. ``check`` runs just before the rename.
 
@@ -152,9 +143,7 @@ def lookup(storage: Storage, path: str) -> FileStat | None:
     """``stat``, or None if the name does not exist."""
     try:
         return storage.stat(path)
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -203,34 +192,31 @@ def list_names(storage: Storage, path: str) -> list[str]:
         return []
 
 
-def walk_files(
-    storage: Storage, directory: str, limit: int = _MOST_ENTRIES
-) -> list[tuple[str, FileStat]]:
+def walk_files(storage: Storage, directory: str) -> list[tuple[str, FileStat]]:
     """All entries below ``directory`` except directories, sorted. See ``each_file``."""
-    return sorted(each_file(storage, directory, limit))
+    return sorted(each_file(storage, directory))
 
 
 def each_file(
-    storage: Storage, directory: str, limit: int = _MOST_ENTRIES, *, besides: str | None = None
+    storage: Storage, directory: str, *, besides: str | None = None
 ) -> Iterator[tuple[str, FileStat]]:
     """All entries below ``directory`` except directories: (name relative to ``directory``, stat).
 
     ``besides`` is a directory in it that is left out. Nothing below ``directory`` may be changed
     meanwhile.
     """
-    return _walk(storage.entries, attrgetter("kind"), directory, limit, besides)
+    return _walk(storage.entries, attrgetter("kind"), directory, besides)
 
 
 def each_kind(storage: Storage, directory: str) -> Iterator[tuple[str, FileKind]]:
     """As ``each_file``, with the kind alone: the files themselves are not looked at."""
-    return _walk(storage.kinds, str, directory, _MOST_ENTRIES, None)
+    return _walk(storage.kinds, str, directory, None)
 
 
 def _walk(
     look: Callable[[str], Iterator[tuple[str, T]]],
     kind_of: Callable[[T], str],
     directory: str,
-    limit: int,
     besides: str | None,
 ) -> Iterator[tuple[str, T]]:
     pending, count = [""], 0
@@ -243,7 +229,7 @@ def _walk(
             elif prefix + name != besides:
                 pending.append(prefix + name)
             count += 1
-            if count > limit:
+            if count > _MOST_ENTRIES:
                 raise StorageError("more files than can be right", file=directory)
 
 
@@ -258,8 +244,7 @@ def fsync_tree_dirs(storage: Storage, directory: str) -> None:
     """fsync ``directory`` and every directory below it, deepest first."""
     for name, kind in storage.kinds(directory):
         if kind == "dir":
-            path = f"{directory}/{name}"
-            fsync_tree_dirs(storage, path)
+            fsync_tree_dirs(storage, f"{directory}/{name}")
     storage.fsync_dir(directory)
 
 

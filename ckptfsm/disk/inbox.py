@@ -3,15 +3,8 @@
 A person's process puts ``inbox/<nonce>.json`` and waits for ``answers/<nonce>.json``. The owner takes
 the requests at its tick, carries each out by the methods that its trainer uses, and answers.
 
-Rules:
-
-- A request names the epoch that it is meant for. An owner with another epoch refuses it: a request
-  that a dead owner left behind must not roll back the next run.
-- The owner removes a request first, and carries it out then: at most once, also if the owner dies.
-- A person who waits no longer removes the request too. Only one of the two can: if the request is gone
-  by then, the owner has taken it, and the outcome is not known.
-- A file that cannot be read as a request is answered, and does not keep the others.
-- An answer whose person has died is removed after some time.
+The owner removes a request first, and carries it out then: at most once, also if the owner dies. A
+person who waits no longer removes the request too. If it is gone by then, the outcome is not known.
 """
 
 from __future__ import annotations

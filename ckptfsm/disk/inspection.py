@@ -25,8 +25,10 @@ from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
     MANIFEST,
+    PINS,
     PRIVATE,
     QUARANTINE,
+    READERS,
     STAGING,
     TRACKER,
     TRACKER_BYTES,
@@ -36,6 +38,8 @@ from ckptfsm.core.layout import (
     join,
     parse_aside,
     parse_attempt,
+    parse_pin,
+    parse_reader,
     parse_tracker,
     planned_name,
     tracker_text,
@@ -103,6 +107,18 @@ def read_commit(storage: Storage, directory: str) -> Commit | None:
         if isinstance(error, (CkptFsmError, FileNotFoundError)) or not is_about_content(error):
             raise
         raise DamagedRoot(f"the manifest cannot be reached: {error}", file=path) from error
+
+
+def pinned_steps(storage: Storage) -> dict[int, str]:
+    """The pin of each step that was pinned at an adoption or by a person."""
+    names = ((name, parse_pin(name)) for name in list_names(storage, PINS))
+    return {step: f"{PINS}/{name}" for name, step in names if step is not None}
+
+
+def reader_leases(storage: Storage) -> dict[str, int]:
+    """The step that each reader lease holds, by the path of the lease."""
+    names = ((name, parse_reader(name)) for name in list_names(storage, READERS))
+    return {f"{READERS}/{name}": step for name, step in names if step is not None}
 
 
 def moved_aside(storage: Storage, directory: str) -> dict[AttemptId, list[str]]:

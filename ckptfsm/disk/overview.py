@@ -1,7 +1,7 @@
-"""A root as a reader sees it: the journal, the tracker, pins and leases. Takes nothing, changes nothing.
+"""A root as a reader sees it: the journal, the tracker, pins, leases, jobs. Changes nothing.
 
-A living owner may change the root meanwhile. Each file is read whole, but two files may be of different
-moments. So an overview is for people, and no decision is made from it.
+A living owner may change the root meanwhile, and two files may be of different moments. So an overview
+is for people, and no decision is made from it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptfsm.adapters.identity import is_stopped, this_process
-from ckptfsm.core.documents import Holder, Pin, decode
+from ckptfsm.core.documents import Holder, JobRecord, Pin, decode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
-from ckptfsm.core.layout import (
-    LAYOUTS,
-    MEGATRON,
-    PRIVATE,
-    TRACKER,
-    Layout,
-)
+from ckptfsm.core.layout import JOBS, LAYOUTS, MEGATRON, PRIVATE, TRACKER, Layout, parse_job
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.core.recorded_policy import rules_that_keep
 from ckptfsm.core.retention import describe_tracked
 from ckptfsm.disk.durable import list_names, lookup
-from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.inspection import pinned_steps, read_tracker, reader_leases
 from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
-from ckptfsm.disk.protection import pinned_steps, reader_leases
 
-_PIN_BYTES = 1 << 16
+_RECORD_BYTES = 1 << 16  # of a pin, or of a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +147,25 @@ def _reason_of(storage: Storage, path: str) -> str:
         found = lookup(storage, path)
         if found is None or found.kind != "file":
             return ""
-        return decode(Pin, storage.read(path, _PIN_BYTES), path).reason
+        return decode(Pin, storage.read(path, _RECORD_BYTES), path).reason
     except (DamagedRoot, FileNotFoundError):
         return ""
+
+
+def read_records(storage: Storage) -> list[JobRecord]:
+    """All records of jobs, in no order. Raises ``NewerSchema`` or ``OSError``.
+
+    One that cannot be read counts as absent: its job then runs again.
+    """
+    found = []
+    names = [name for name in list_names(storage, JOBS) if parse_job(name) is not None]
+    for name, data in storage.read_each(JOBS, names, _RECORD_BYTES) if names else ():
+        try:
+            record = decode(JobRecord, data, f"{JOBS}/{name}")
+        except NewerSchema:
+            raise
+        except DamagedRoot:
+            continue
+        if parse_job(name) == (record.of, record.job):
+            found.append(record)
+    return found

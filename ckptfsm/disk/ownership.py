@@ -354,17 +354,14 @@ def _is_here(holder: Holder, identity: Identity) -> bool:
 
 
 def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
-    if holder is not None and _is_here(holder, identity):
-        return RootBusy(
-            f"root {root} is owned by another manager of this process: close it or abandon it first; if "
-            "that was done, the disk has not answered it yet",
-            root=root,
-            host=holder.host,
-            pid=holder.pid,
-        )
     host, pid = (holder.host, holder.pid) if holder else ("unknown", None)
     said = f"root {root} is owned by pid {pid} on {host}"
-    if holder is not None and not is_elsewhere(holder, identity) and is_stopped(holder.pid):
+    if holder is not None and _is_here(holder, identity):
+        said = (
+            f"root {root} is owned by another manager of this process: close it or abandon it first; if "
+            "that was done, the disk has not answered it yet"
+        )
+    elif holder is not None and not is_elsewhere(holder, identity) and is_stopped(holder.pid):
         said += f", which is stopped: kill -CONT {pid} lets it go on, kill -9 {pid} ends it"
     return RootBusy(said, root=root, host=host, pid=pid)
 
@@ -401,13 +398,9 @@ def _link_this_epoch(storage: Storage, identity: Identity, epoch: int) -> str | 
 
 def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
     """Write the file that becomes an epoch; on a full disk, remove the partial file."""
-    data = encode_sealed(holder)
+    remove_marker(storage, path)  # left by an earlier try: only this process has its nonce
     try:
-        try:
-            write_new(storage, path, data)
-        except FileExistsError:  # left by an earlier try: only this process has its nonce
-            remove_marker(storage, path)
-            write_new(storage, path, data)
+        write_new(storage, path, encode_sealed(holder))
     except OSError:
         try:
             remove_marker(storage, path)

@@ -1,12 +1,8 @@
-"""Whole files, read in large pieces by several threads, handed out in order, digested in the same pass.
+"""Whole files, read ahead in large pieces by threads, handed out in order, digested in the same pass.
 
-Files are read past the page cache where the file system can. A disk needs several reads in flight
-to be busy, but a digest needs the bytes in order. So threads read ahead into a fixed set of buffers,
-and one consumer takes the pieces in file order.
-
-Rules: a thread takes a buffer before it takes its piece, so the piece that the consumer waits for
-always has a buffer. Memory is bounded by ``BUFFERS``. No size on disk is trusted: a file is read for
-as long as its entry says, and a byte more.
+A disk needs several reads in flight to be busy, but a digest needs the bytes in order. Files are read
+past the page cache where the file system can. No size on disk is trusted: a file is read for as long
+as its entry says, and a byte more.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Publishing: a staging directory, its manifest, one rename to its name, and the tracker that names it.
 
-Rules:
-
-* A change is made after a check of the epoch (I9), and is durable when the method returns.
-* Finalizing and writing the tracker may be tried again after any error.
-* ``OutcomeUnknown`` says that the disk may or may not show the change. The coordinator stops then, and a
-  restart decides from what is there.
+A change is made after a check of the epoch (I9), and is durable when the method returns. Finalizing and
+writing the tracker may be tried again after any error but ``OutcomeUnknown``. After that one a restart
+decides, from what is there.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class Publisher:
     storage: Storage
     tag: str
     check_epoch: Callable[[], None]
-    assembly: Assembly
+    assembly_of: Callable[[Checkpoint, str], Assembly]
     layout: Layout
 
     def create_staging(self, checkpoint: Checkpoint) -> None:
@@ -98,18 +95,18 @@ class Publisher:
             there = self._published(checkpoint, target)
         if there is not None:
             return there.crc
-        shares = self.assembly.shares(checkpoint, directory)
-        files = self.assembly.listed(checkpoint, directory, shares)
-        sweep_attempt(self.storage, directory, {entry.name for entry in files})
+        assembly = self.assembly_of(checkpoint, directory)
+        assembly.shares()
+        sweep_attempt(self.storage, directory, assembly.listed())
         for part in checkpoint.parts:
-            if part.name not in shares.dropped:
-                files += self.assembly.finish(checkpoint, part, directory, shares)
+            if part.name not in assembly.dropped:
+                assembly.finish(part)
             else:
-                why, step = shares.dropped[part.name], checkpoint.step
+                why, step = assembly.dropped[part.name], checkpoint.step
                 said = f"step {step}: part {part.name!r} is left out: {why}"
                 say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
                 self._leave_out(checkpoint, part, directory)
-        manifest = encode_sealed(self.assembly.manifest(checkpoint, directory, shares, files))
+        manifest = encode_sealed(assembly.manifest())
         # A manifest must not survive a power loss that takes names which it lists (I3).
         fsync_tree_dirs(self.storage, directory)
         self.check_epoch()

@@ -1,17 +1,11 @@
 """Reader leases: a reader, say an evaluator outside the job, keeps a step from being pruned.
 
-``ReaderLease`` is for the reader. ``ReaderLeases`` is for the coordinator, which keeps the leases
-of its job. The coordinator drops a lease of another process that has not changed for long, by its
-monotonic time (F14). An error or a crash while a lease is written may leave a file that expires the
-same way.
+The lease is made durable first, then the reader looks whether the step is still there. The coordinator
+looks for leases before and after it moves a directory to the trash. So either the step stays, or the
+reader learns that it is gone (F27); nothing is deleted before the second look.
 
-Order: the lease is made durable first, then the reader looks whether the step is still there. The
-coordinator looks for leases before and after it moves a directory to the trash. So either the step
-stays, or the reader learns that it is gone (F27); nothing is deleted before the second look. Then the
-reader compares the directory with the journal: a person may have put another run's there.
-
-Rules: a lease lives as long as it changes: ``renew`` it at least every ``reader_timeout_s`` of the
-job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/readers``.
+A lease lives as long as it changes. The coordinator drops one of another process that has not changed
+for long, by its monotonic time (F14).
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from functools import partial
 from types import TracebackType
 
 from ckptfsm.adapters.clock import SystemClock
@@ -27,7 +22,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import DamagedRoot, StepNotFoundError, describe
-from ckptfsm.core.evidence import PublishedEvidence, is_whole, why_not_whole
+from ckptfsm.core.evidence import is_whole, why_not_whole
 from ckptfsm.core.layout import LAYOUTS, READERS, LayoutName, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
@@ -47,21 +42,19 @@ class ReaderLease:
     The lease does not stop a rollback or the withdrawal of a damaged step. Both move the step to
     quarantine, where nothing is deleted, and the next ``renew`` raises.
 
-    ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read.
-    ``attempt``: the lease is on this attempt at the step, and on no other; "" takes any. One that comes
-    from ``checkpoints`` names its attempt here.
-    ``nonce`` names the lease and is used once; by default it is made of the pid and a random
-    number.
+    - ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read.
+    - ``attempt``: the lease is on this attempt at the step, and on no other; "" takes any.
+    - ``nonce`` names the lease and is used once; by default it has the pid and a random number.
+    - ``visibility_timeout_s``: how long a step that the journal has in use is waited for, by ``clock``,
+      where this host does not show it yet.
 
-    ``visibility_timeout_s``: how long a step that the journal has in use is waited for, by ``clock``,
-    where this host does not show it yet.
+    ``renew`` it at least every ``reader_timeout_s`` of the job's configuration. Works without torch;
+    needs write access to the root's ``.ckptfsm/readers``.
 
     Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing, and
     ``NotPermitted`` if this user may not write the lease. Raises ``DamagedRoot`` if the directory is not
     the checkpoint that the journal has in use, say another run's of the same step, or if the journal is
-    damaged.
-    Raises ``OSError`` if the disk fails, or if writing the lease took longer than the timeout: then
-    try again.
+    damaged. Raises ``OSError`` if the disk fails: then try again.
     """
 
     def __init__(
@@ -156,9 +149,10 @@ class ReaderLease:
         A directory that no checkpoint in use explains, such as one in place that is being written, is
         not judged.
         """
-        there = self._look()
+        look = partial(inspect_published, self._storage, self._layout, self._step, files=False)
+        there = look()
         while (known := self._known()) and not any(is_whole(c, there) for c in known):
-            earlier, there = there, self._look()
+            earlier, there = there, look()
             if there.found == "no_directory":  # retention may bring it back from the trash
                 self._await_directory()
             elif there == earlier:  # else the step was saved again between the two looks
@@ -167,9 +161,6 @@ class ReaderLease:
         # A prune that began may have looked for leases before this one was there.
         if self.attempt and not any(c.state is not State.PRUNABLE for c in known):
             raise self._gone()
-
-    def _look(self) -> PublishedEvidence:
-        return inspect_published(self._storage, self._layout, self._step, files=False)
 
     def _mark(self) -> None:
         """Write the lease, with another content than before."""
@@ -249,9 +240,11 @@ class ReaderLeases:
         """Drop the leases that have not changed within the timeout. An unreadable lease stays."""
         now = self._clock.monotonic()
         seen: dict[str, tuple[bytes, float]] = {}
-        for path in self._listed():
-            if path in self._held:
-                continue  # the reader is this process, which lives
+        for name in list_names(self._storage, READERS):
+            path = f"{READERS}/{name}"
+            is_lease = parse_reader(name) is not None or TEMPORARY in name  # or a half-written one
+            if not is_lease or path in self._held:
+                continue  # one that is held: the reader is this process, which lives
             try:
                 watched = self._watch(path, now)
             except FileNotFoundError:
@@ -264,14 +257,6 @@ class ReaderLeases:
             if watched is not None:
                 seen[path] = watched
         self._seen = seen
-
-    def _listed(self) -> list[str]:
-        """The files of leases, including half-written ones. Other files are ignored."""
-        return [
-            f"{READERS}/{name}"
-            for name in list_names(self._storage, READERS)
-            if parse_reader(name) is not None or TEMPORARY in name
-        ]
 
     def _watch(self, path: str, now: float) -> tuple[bytes, float] | None:
         """The content of a lease, and since when; None if it was dropped, or is no lease of this

@@ -1,6 +1,4 @@
-"""The receipts of one attempt: checked to belong to it (I5), and awaited on a disk that shows them
-late (F9).
-"""
+"""The receipts of one attempt: checked to belong to it (I5), and awaited where they show late (F9)."""
 
 from __future__ import annotations
 
@@ -76,14 +74,6 @@ class Receipts:
         entry = FileEntry(name=name, bytes=len(data), digest=digest_of(data))
         return CheckedReceipt(part, rank, receipt.files, receipt.results, receipt.dropped, entry)
 
-    def _present(self, part: str, ranks: Sequence[int]) -> Iterator[CheckedReceipt]:
-        """The receipts of these ranks that are there."""
-        found = self._documents(part, ranks)
-        while documents := list(islice(found, _AT_ONCE)):
-            with collection_paused():
-                receipts = [self._checked(part, rank, data) for rank, data in documents]
-            yield from receipts
-
     def _documents(self, part: str, ranks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """The ranks whose receipt is there, and its bytes."""
         inner, _, _ = receipt_name(part, 0).rpartition("/")
@@ -111,9 +101,12 @@ class Receipts:
         while True:
             there: set[tuple[str, int]] = set()
             for part, of_part in groupby(missing, key=itemgetter(0)):
-                for receipt in self._present(part, [rank for _, rank in of_part]):
-                    there.add((part, receipt.rank))
-                    yield receipt
+                found = self._documents(part, [rank for _, rank in of_part])
+                while documents := list(islice(found, _AT_ONCE)):
+                    with collection_paused():
+                        receipts = [self._checked(part, rank, data) for rank, data in documents]
+                    there |= {(part, receipt.rank) for receipt in receipts}
+                    yield from receipts
             missing = [share for share in missing if share not in there]
             if not missing:
                 return

@@ -1,13 +1,8 @@
 """Setting aside: a directory leaves its name for the trash or for quarantine, and may come back.
 
-A prune, a clean-up and a quarantine look at the disk, let ``core.keeping`` decide, and move.
-
-Rules:
-
-* Every method checks the epoch first (I9), and its move is durable when it returns.
-* A prune, a clean-up and a quarantine may be tried again after any error.
-* Directories are only renamed here; ``trash`` deletes.
-* A link, a file or a mount at a step's name is neither followed nor moved (F16).
+A prune, a clean-up and a quarantine look at the disk, let ``core.keeping`` decide, and move. Each checks
+the epoch first (I9), is durable when it returns, and may be tried again after any error. A link, a file
+or a mount at a step's name is neither followed nor moved (F16).
 """
 
 from __future__ import annotations
@@ -64,10 +59,11 @@ from ckptfsm.disk.inspection import (
     inspect_published,
     is_marked,
     moved_aside,
+    pinned_steps,
     read_tracker,
+    reader_leases,
     which_comes_back,
 )
-from ckptfsm.disk.protection import pinned_steps, reader_leases
 from ckptfsm.disk.trash import sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
@@ -141,10 +137,10 @@ class Mover:
     def _is_at_its_name(self, checkpoint: Checkpoint) -> bool:
         """False if it left its name before. Raises ``DamagedRoot`` if neither is certain."""
         _, there = self._look(checkpoint.step)
-        place = place_of(checkpoint, there, there is not None and self._was_moved(checkpoint))
+        moved = self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint)
+        place = place_of(checkpoint, there, bool(moved))
         if place is Place.DAMAGED:
-            name = self.layout.published_name(checkpoint.step)
-            raise DamagedRoot(why_not_whole(checkpoint, there), file=name, step=checkpoint.step)
+            raise self._not_whole(checkpoint, there)
         return place is Place.AT_ITS_NAME
 
     def _look(self, step: int) -> tuple[FileStat | None, PublishedEvidence | None]:
@@ -153,9 +149,6 @@ class Mover:
         if found is None:
             return None, None
         return found, inspect_published(self.storage, self.layout, step, files=False)
-
-    def _was_moved(self, checkpoint: Checkpoint) -> bool:
-        return bool(self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint))
 
     def lies_in(self, directory: str, checkpoint: Checkpoint) -> frozenset[str]:
         """The paths in trash or quarantine to which directories of this checkpoint were moved."""
@@ -215,14 +208,16 @@ class Mover:
 
     def _stay(self, checkpoint: Checkpoint, why: str) -> Pruned:
         """Make its name durable, also if it had left it. Raises ``DamagedRoot`` if it is not whole."""
-        self._make_durable(
-            "", TRASH
-        )  # else a power loss puts a checkpoint in use back into the trash
+        # Else a power loss puts a checkpoint in use back into the trash.
+        self._make_durable("", TRASH)
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         if not is_whole(checkpoint, there):
-            name = self.layout.published_name(checkpoint.step)
-            raise DamagedRoot(why_not_whole(checkpoint, there), file=name, step=checkpoint.step)
+            raise self._not_whole(checkpoint, there)
         return Pruned(kept=why)
+
+    def _not_whole(self, checkpoint: Checkpoint, there: PublishedEvidence | None) -> DamagedRoot:
+        why, name = why_not_whole(checkpoint, there), self.layout.published_name(checkpoint.step)
+        return DamagedRoot(why, file=name, step=checkpoint.step)
 
     # ---------------------------------------------------------------------------------- clean up
 
@@ -336,9 +331,8 @@ class Mover:
         facts = QuarantineFacts(alone, there, bool(moved), foreign)
         match decide_quarantine(checkpoint, facts):
             case QuarantineDecision.NOTHING_TO_MOVE:
-                self._make_durable(
-                    QUARANTINE, "", TRASH
-                )  # else a power loss undoes an earlier move
+                # Else a power loss undoes an earlier move.
+                self._make_durable(QUARANTINE, "", TRASH)
             case QuarantineDecision.LEAVE_NOT_OURS:
                 _say_left(checkpoint.step, source)
             case QuarantineDecision.MOVE:

@@ -1,13 +1,7 @@
 """The only module that deletes files of a root.
 
-Rules:
-
-- These files are deleted: directories in the trash that were given up, our temporary
-  files, and markers: pins, leases, epochs and segments that are over. Staged files of a killed writer
-  are deleted too, before another one begins again.
-- A checkpoint gets into the trash by one durable rename, never by deletion of its files in place.
-- Removal goes in bounded slices and never follows a link. An error leaves the rest for the next
-  slice.
+Deleted are directories in the trash that were given up, our temporary files, markers that are over, and
+staged files of a killed writer. Removal goes in bounded slices and never follows a link.
 """
 
 from __future__ import annotations
@@ -78,9 +72,8 @@ def require_rename(storage: Storage, tag: str) -> None:
         storage.rmdir(made)
         raise
     except FileNotFoundError:
-        if (
-            lookup(storage, moved) is None
-        ):  # else a repeated request: NFS answers the first one twice
+        # Else a repeated request: NFS answers the first one twice.
+        if lookup(storage, moved) is None:
             raise
     with contextlib.suppress(FileNotFoundError):  # the same
         storage.rmdir(moved)

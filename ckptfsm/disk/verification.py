@@ -1,12 +1,11 @@
 """Verifies a checkpoint on disk: names, sizes, digests, and the metadata that stock loads. Reads only.
 
-Files are read past the page cache where the file system can, so that the disk is proved and not
-the memory. A checkpoint that another program wrote has no digests: only its form can be judged.
+A checkpoint that another program wrote has no digests: only its form can be judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptfsm.core.documents import FileEntry, Manifest
@@ -16,7 +15,7 @@ from ckptfsm.core.layout import MANIFEST, Layout, join
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import each_kind, is_about_content, lookup
-from ckptfsm.disk.inspection import Commit, check_extra_shards, check_sizes, read_commit
+from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_commit
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.disk.stock import inspect_stock
 
@@ -111,9 +110,12 @@ def _verify(
         return Verdict(step, refused, len(stock.files), gone=gone, digests=False)
     manifest = commit.manifest
     step = manifest.step if step is None else step
+    own = not isinstance(expected, Checkpoint) or is_published_as(expected, manifest.of, commit.crc)
     found = [
-        _identity(expected, commit),
-        *_form(storage, name, step, manifest),
+        "" if own else ANOTHER_MANIFEST,
+        "" if manifest.step == step else f"its manifest is of step {manifest.step}",
+        check_sizes(storage, name, manifest.files),
+        check_extra_shards(storage, name, manifest.files),
         *_metadata(storage, name, manifest),
     ]
     problems = [f"{name}: {problem}" for problem in found if problem]
@@ -129,57 +131,34 @@ def _verify(
     return Verdict(step, tuple(problems), len(manifest.files), read, gone, strangers=strangers)
 
 
-def _identity(expected: Checkpoint | int | None, commit: Commit) -> str:
-    """The fault of a manifest that is not the one that the journal vouches for."""
-    if not isinstance(expected, Checkpoint):
-        return ""
-    own = is_published_as(expected, commit.manifest.of, commit.crc)
-    return "" if own else ANOTHER_MANIFEST
-
-
 def strangers_in(storage: Storage, name: str, manifest: Manifest) -> tuple[str, ...]:
     """The files in the directory ``name`` that its manifest does not list."""
     listed = {MANIFEST, *(file.name for file in manifest.files)}
     return tuple(sorted(each for each, _ in each_kind(storage, name) if each not in listed))
 
 
-def _form(storage: Storage, name: str, step: int, manifest: Manifest) -> list[str]:
-    """The faults that names and sizes show."""
-    return [
-        "" if manifest.step == step else f"its manifest is of step {manifest.step}",
-        check_sizes(storage, name, manifest.files),
-        check_extra_shards(storage, name, manifest.files),
-    ]
-
-
-def _metadata(storage: Storage, name: str, manifest: Manifest) -> list[str]:
+def _metadata(storage: Storage, name: str, manifest: Manifest) -> Iterator[str]:
     """The reasons why a stock loader would refuse a torch_dist part, without unpickling freely."""
-    verdicts = [
-        (part, inspect_stock(storage, join(name, part.directory)))
-        for part in manifest.parts
-        if part.spec().format.planned
-    ]
-    return [
-        f"a stock loader would refuse part {part.name!r}: {verdict.reason}"
-        for part, verdict in verdicts
-        if not verdict.acceptable
-    ]
+    for part in manifest.parts:
+        if part.spec().format.planned:
+            verdict = inspect_stock(storage, join(name, part.directory))
+            if not verdict.acceptable:
+                yield f"a stock loader would refuse part {part.name!r}: {verdict.reason}"
 
 
 def _bad_files(
     storage: Storage, name: str, files: Sequence[FileEntry], progress: Callable[[Piece], None]
 ) -> list[FileEntry]:
     """The files with another content than their digest says."""
-    left, bad = list(files), []
-
-    while left:
+    left = list(files)
+    bad: list[FileEntry] = []
+    while True:
         wanted = [ToRead(f"{name}/{f.name}", f.bytes, f.digest or "") for f in left]
         index = first_bad_file(storage, wanted, progress, _never)
         if index is None:
-            break
+            return bad
         bad.append(left[index])
         left = left[index + 1 :]
-    return bad
 
 
 def _never() -> bool:

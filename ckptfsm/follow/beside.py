@@ -1,8 +1,7 @@
 """The trainer's side of the jobs: a thread that starts their process, and hears of it.
 
-Rules: no call of the trainer waits for the jobs, but ``close`` for at most ``jobs_drain_s``. After that,
-the process has ``exit_timeout_s`` to end in order, then it is killed. Each failure is a line in the log,
-and never an error of training.
+No call of the trainer waits for the jobs, but ``close`` for at most ``jobs_drain_s``. Each failure is a
+line in the log, and never an error of training.
 """
 
 from __future__ import annotations

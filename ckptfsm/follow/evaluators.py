@@ -1,17 +1,8 @@
 """Following a root for new checkpoints: for an evaluator, a process of its own beside the job.
 
-``checkpoints`` gives one checkpoint after the other, each under a lease. ``wait_for_new_checkpoint``
-gives the newest.
-
-Rules, beside those of ``follower``:
-
-- A checkpoint is given once it is tracked, or as soon as the tracker names it. Never one above the
-  tracker's step: a rollback lowers the tracker before it withdraws.
-- A checkpoint is known by its attempt, not by its step. So steps that come again after a rollback are
-  new, also where the reader was busy meanwhile.
-- A checkpoint that was pruned before its lease is passed over. One that the journal still has then is
-  told in the log. The directory that the tracker names is looked for without an end.
-- A tracker that is missing or torn, or a root that does not exist, is looked at again.
+A checkpoint is given once it is tracked, or as soon as the tracker names it. Never one above the
+tracker's step: a rollback lowers the tracker before it withdraws. It is known by its attempt, so steps
+that come again after a rollback are new. One that was pruned before its lease is passed over.
 
 Works without torch, and outlives restarts of the job. To outlive a restart of the reader, keep
 ``lease.attempt`` beside the results, and pass the last as ``after``.

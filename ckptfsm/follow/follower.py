@@ -1,17 +1,11 @@
 """The follower of a root: it looks for tracked checkpoints, and takes one after the other under a lease.
 
-A follower only looks, and its leases are a reader's. So no call of the trainer waits for it, and it
-follows restarts of the trainer. It reads a few bytes, the tracker, and the journal once the tracker
-has moved. There are two kinds. ``evaluators`` hand each checkpoint to the caller, and keep nothing.
-``runner`` runs a work for each, with retries and a record: jobs and copies are its users.
+No call of the trainer waits for it. It reads the tracker, and the journal once the tracker has moved.
+``evaluators`` hand each checkpoint to the caller, and keep nothing. ``runner`` runs a work for each,
+with retries and a record: jobs and copies are its users.
 
-Rules of both:
-
-- What is taken is an attempt, not a step: one that comes again after a rollback is another.
-- A lease is durable, and after that the journal still has its attempt in use. Else the attempt is not
-  taken, and the journal is read again to see what became of it.
-- A directory that the journal has, and this host does not show, is waited for: a network file system may
-  show it late. In the end it is passed over, and so is another run's directory.
+What is taken is an attempt, not a step. Once its lease is durable, the journal still has it in use, or
+it is not taken. A directory that this host does not show is waited for; in the end it is passed over.
 """
 
 from __future__ import annotations

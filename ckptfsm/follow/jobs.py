@@ -23,7 +23,7 @@ from ckptfsm.core.layout import JOBS, job_name
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import TEMPORARY, list_names, make_dirs, put
-from ckptfsm.disk.job_records import read_records
+from ckptfsm.disk.overview import read_records
 from ckptfsm.disk.trash import remove_marker
 from ckptfsm.follow.runner import FollowPlan, Records, Runner
 
@@ -79,7 +79,7 @@ class JobWork:
 
 
 class JobRecords(Records):
-    """The records of jobs in a root, see ``disk.job_records``."""
+    """The records of jobs in a root, see ``disk.overview``."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage

@@ -1,21 +1,11 @@
 """A follower that runs a work for each tracked checkpoint, one at a time, with retries and a record.
 
-A user gives a ``Work``, which begins an attempt, and ``Records``, which keep the states where these are
-to survive a restart. ``core.jobs`` has all decisions, among them the order and the queue.
+``core.jobs`` has all decisions, among them the order and the queue. Each checkpoint ends as done, failed
+or missed, and ``tell`` hears of it, at least once: an attempt without a record of its end is made again.
 
-Rules, beside those of ``follower``:
-
-- Each checkpoint ends as done, failed or missed, and ``tell`` hears of it. That is at least once: an
-  attempt without a record of its end is made again.
-- A record is durable before the state that it names begins. So a crash after the lease leaves a lease
-  that the next runner removes, and a crash after the record leaves an attempt that counts.
-- A lease is held from the first attempt until the last one's record is durable. A checkpoint that waits
-  has a lease only where the plan says so.
-- An attempt whose checkpoint is rolled back, or found damaged, is killed: its checkpoint is missed.
-- The runner ends when another owner has the root. The records are then that one's.
-- An error of an attempt, or of its begin, fails that attempt.
-- An error of the disk is told once, and the work is tried again. No other checkpoint waits for one whose
-  lease the disk refuses.
+A record is durable before the state that it names begins. So a crash after the lease leaves a lease that
+the next runner removes, and a crash after the record leaves an attempt that counts. A lease is held from
+the first attempt until the last one's record is durable.
 """
 
 from __future__ import annotations

@@ -1,29 +1,104 @@
-"""A root's checkpoints as rows, as JSON and as lines of text, for ``ckptfsm ls``."""
+"""A root in lines for people: its checkpoints, one step, its directories."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
 from ckptfsm.core.documents import JobRecord, JobState
+from ckptfsm.core.errors import DamagedRoot, NewerSchema, describe
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import RETENTION, kept_by
+from ckptfsm.core.layout import (
+    ANSWERS,
+    EPOCHS,
+    INBOX,
+    JOBS,
+    JOURNAL,
+    MEGATRON,
+    PINS,
+    PRIVATE,
+    QUARANTINE,
+    READERS,
+    STAGING,
+    TRACKER,
+    TRASH,
+)
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Storage
 from ckptfsm.core.units import bytes_text
+from ckptfsm.disk.durable import each_file, list_names, lookup
+from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.overview import Overview
-from ckptfsm.views.adopted import AdoptedContents
-from ckptfsm.views.timeline import clean, clip, format_duration, parse_time
+from ckptfsm.disk.verification import strangers_in
+from ckptfsm.views.reading import Life
+from ckptfsm.views.timeline import clean, clip, describe_end, format_duration, parse_time, place
 
 UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
 _HEADS = ("STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "JOBS", "KEPT BY")
 _LEFT = (False, True, False, False, False, True, True, True)
-_JOBS = 6
+_JOBS_COLUMN = 6
 _NO_OWNER = (Ownership.ENDED, Ownership.RELEASED)
 _MIN_LAST = 8
+_STOCK_PART = ("state",)
+_MEANING: Mapping[str, str] = MappingProxyType(
+    {
+        JOURNAL: "the transitions, one file per epoch",
+        EPOCHS: "the owners, the newest counts",
+        STAGING: "saves in flight",
+        TRASH: "given up, deleted a little at a time",
+        QUARANTINE: "withdrawn, never deleted by itself",
+        INBOX: "requests of people to the owner",
+        ANSWERS: "the owner's answers to them",
+        PINS: "steps that people keep",
+        READERS: "steps that readers hold",
+        JOBS: "jobs of on_tracked, by attempt and name",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedContents:
+    """What the directory of an adopted checkpoint tells: the journal begins with the adoption.
+
+    ``bytes`` of all files; the names of the parts; when it was written, "" if nothing tells.
+    """
+
+    bytes: int
+    parts: tuple[str, ...]
+    written_at: str = ""
+
+
+def adopted_contents(storage: Storage, overview: Overview) -> Mapping[AttemptId, AdoptedContents]:
+    """The contents of the adopted checkpoints; without those whose directory cannot be read."""
+    found = {}
+    for of, checkpoint in overview.ledger.checkpoints.items():
+        if checkpoint.provenance == "adopted" and checkpoint.state is State.TRACKED:
+            contents = _contents_of(storage, overview, checkpoint)
+            if contents is not None:
+                found[of] = contents
+    return found
+
+
+def _contents_of(
+    storage: Storage, overview: Overview, checkpoint: Checkpoint
+) -> AdoptedContents | None:
+    name = overview.layout.published_name(checkpoint.step)
+    try:
+        manifest = read_manifest(storage, name)
+        if manifest is not None:
+            parts = tuple(part.name for part in manifest.parts)
+            return AdoptedContents(sum(f.bytes for f in manifest.files), parts, manifest.written_at)
+        size = sum(stat.size for _, stat in each_file(storage, name))
+    except NewerSchema:
+        raise
+    except (DamagedRoot, FileNotFoundError):  # for the doctor to judge, or pruned meanwhile
+        return None
+    return AdoptedContents(size, _STOCK_PART if overview.layout is MEGATRON else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +227,8 @@ def lines_of(rows: Sequence[ListedStep], width: int) -> list[str]:
     cells: list[tuple[str, ...]] = [_HEADS, *(_cells(row) for row in rows)]
     left: tuple[bool, ...] = _LEFT
     if not any(row.jobs for row in rows):
-        cells = [(*line[:_JOBS], *line[_JOBS + 1 :]) for line in cells]
-        left = (*_LEFT[:_JOBS], *_LEFT[_JOBS + 1 :])
+        cells = [(*line[:_JOBS_COLUMN], *line[_JOBS_COLUMN + 1 :]) for line in cells]
+        left = (*_LEFT[:_JOBS_COLUMN], *_LEFT[_JOBS_COLUMN + 1 :])
     widths = [max(len(line[i]) for line in cells) for i in range(len(left))]
     for column in range(5, len(widths) - 1):
         used = sum(widths[:-1]) + 2 * (len(widths) - 1)
@@ -182,3 +257,88 @@ def _cells(row: ListedStep) -> tuple[str, ...]:
         clean(", ".join(row.jobs)) or "-",
         clean(kept),
     )
+
+
+def lines_of_step(
+    storage: Storage, overview: Overview, lives: Sequence[Life], jobs: Sequence[JobRecord] = ()
+) -> list[str]:
+    """The attempts at a step, in order of request, and the files at its name. Safe to print."""
+    lines: list[str] = []
+    metrics = {str(of): c.metrics for of, c in overview.ledger.checkpoints.items()}
+    for lane in place(lives).lanes:
+        life = lane.life
+        lines.append(f"step {life.step}, attempt {life.attempt}: {describe_end(life)}")
+        spans = {id(entry): stop - start for entry, start, stop in lane.spans()}
+        for entry in life.entered:
+            lasted = spans.get(id(entry)) if entry is not life.entered[-1] else None
+            stay = f"for {format_duration(lasted)}" if lasted is not None else ""
+            when = f"epoch {entry.epoch} record {entry.record}"
+            lines.append(
+                f"  {entry.state.value:<14} {entry.at or '-':<29} {stay:<12} {when}".rstrip()
+            )
+        if life.shard_bytes:
+            lines.append(f"  shards: {bytes_text(life.shard_bytes)}")
+        if life.reason:
+            lines.append(f"  reason: {life.reason}" + (f" ({life.detail})" if life.detail else ""))
+        lines += [f"  metric {name}: {value:g}" for name, value in metrics.get(life.attempt, ())]
+        lines += [_job_line(overview, each) for each in jobs if str(each.of) == life.attempt]
+    lines += _at_its_name(storage, overview, lives[0].step)
+    return [clean(line) for line in lines]
+
+
+def _job_line(overview: Overview, record: JobRecord) -> str:
+    attempts = f", {record.begun} attempts" if record.begun > 1 else ""
+    why = f": {record.reason}" if record.reason else ""
+    return f"  job {record.job}: {state_of_job(overview, record)}{attempts}, {record.at}{why}"
+
+
+def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
+    name = overview.layout.published_name(step)
+    try:
+        manifest = read_manifest(storage, name)
+    except DamagedRoot as error:
+        return [f"at {name}: {describe(error)}"]
+    if manifest is None:
+        if lookup(storage, name) is None:
+            return [f"at {name}: nothing"]
+        return [f"at {name}: no manifest of this library"]
+    total = sum(file.bytes for file in manifest.files)
+    parts = ", ".join(f"{part.name} ({part.kind})" for part in manifest.parts)
+    return [
+        f"at {name}: {len(manifest.files)} files, {bytes_text(total)}, attempt {manifest.of}",
+        f"  parts: {parts}",
+        *(f"  not of this checkpoint: {each}" for each in strangers_in(storage, name, manifest)),
+    ]
+
+
+def tree_lines(storage: Storage, overview: Overview, most: int | None) -> list[str]:
+    """The tree, safe to print on a terminal, with ``most`` entries of each private directory.
+
+    None: all of them.
+    """
+    states = {c.step: c.state.value for c in overview.ledger.checkpoints.values()}
+    lines = [overview.root]
+    for name in list_names(storage, ""):
+        step = overview.layout.parse_published(name)
+        if name == TRACKER:
+            found = overview.tracker
+            lines.append(f"  {name}  says {found.found if found.step is None else found.step}")
+        elif step is not None:
+            lines.append(f"  {name}/  {states.get(step, 'no journal explains it')}")
+        elif name != PRIVATE:
+            lines.append(f"  {name}  not of this library")
+    lines += [f"  {PRIVATE}/", *_private(storage, most)]
+    return [clean(line) for line in lines]
+
+
+def _private(storage: Storage, most: int | None) -> Iterator[str]:
+    for name in list_names(storage, PRIVATE):
+        path = f"{PRIVATE}/{name}"
+        if path not in _MEANING:
+            yield f"    {name}"
+            continue
+        inside = list_names(storage, path)
+        yield f"    {name}/  {_MEANING[path]}" + ("" if inside else " (none)")
+        yield from (f"      {each}" for each in inside[:most])
+        if most is not None and len(inside) > most:
+            yield f"      and {len(inside) - most} more"

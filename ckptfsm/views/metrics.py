@@ -13,7 +13,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.metrics import Metric
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
-from ckptfsm.views.adopted import AdoptedContents
+from ckptfsm.views.listing import AdoptedContents
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import parse_time, place
 

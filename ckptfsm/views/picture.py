@@ -1,7 +1,4 @@
-"""The lives as a picture: one lane per checkpoint, coloured by state.
-
-Rules: every text that reaches the page passes ``html.escape`` in ``_tag``. The page loads nothing.
-"""
+"""The lives as a page: one lane per checkpoint, coloured by state. All text is escaped in ``_tag``."""
 
 from __future__ import annotations
 

@@ -21,17 +21,17 @@ LINES = MappingProxyType(
     {
         "": 150,
         "adapters": 3650,
-        "cli": 1850,
+        "cli": 1790,
         "coordinator": 2200,
         "core": 7200,
-        "demo": 920,
-        "disk": 5000,
-        "follow": 1150,
+        "demo": 820,
+        "disk": 4500,
+        "follow": 1110,
         "integrations": 4300,
         "megatron": 4950,
         "ranks": 4850,
         "testing": 3950,
-        "views": 1600,
+        "views": 1400,
         "writers": 2650,
     }
 )

@@ -137,7 +137,6 @@ def test_F14_no_decision_reads_a_clock():
         "disk/journal.py",
         "disk/assembly.py",
         "disk/inspection.py",
-        "disk/protection.py",
         "disk/publishing.py",
         "disk/setting_aside.py",
     ]

@@ -87,7 +87,7 @@ MUTANTS = (
     mutant(
         "half-of-an-optional-part-is-published",
         "disk.assembly:Assembly.listed",
-        "own_files = receipt.files if receipt.part not in shares.dropped else ()",
+        "own_files = receipt.files if receipt.part not in self.dropped else ()",
         "own_files = receipt.files",
         (
             "disk.publishing:Publisher.finalize",

@@ -333,7 +333,7 @@ DOCUMENTS = (
     mutant(
         "sizes-are-not-compared-at-finalize",
         "disk.assembly:Assembly._await_files",
-        "while problem := check_sizes(self.storage, directory, receipt.files):",
+        "while problem := check_sizes(self.storage, self.directory, receipt.files):",
         'while problem := "":',
         breaks="I3",
         source="F9",

@@ -157,15 +157,15 @@ MUTANTS = (
     mutant(
         "tree-without-fsync",
         "disk.durable:fsync_tree_dirs",
-        "fsync_tree_dirs(storage, path)\nstorage.fsync_dir(directory)",
-        "fsync_tree_dirs(storage, path)",
+        'fsync_tree_dirs(storage, f"{directory}/{name}")\nstorage.fsync_dir(directory)',
+        'fsync_tree_dirs(storage, f"{directory}/{name}")',
         breaks="I3",
         source="fsync",
     ),
     mutant(
         "an-unreadable-name-is-a-missing-one",
         "disk.durable:lookup",
-        "except NotADirectoryError:\n    return None",
+        "except (FileNotFoundError, NotADirectoryError):\n    return None",
         "except OSError:\n    return None",
         breaks="I8",
         source="F6",

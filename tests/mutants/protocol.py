@@ -342,7 +342,7 @@ LOOKS = (
     mutant(
         "unlisted-files-are-published",
         "disk.assembly:Assembly.manifest",
-        "self._refuse_unlisted(directory, files)",
+        "self._refuse_unlisted()",
         "",
         breaks="F21",
         source="F13",

@@ -320,15 +320,16 @@ def test_looking_where_there_is_nothing(storage):
         durable.list_names(storage, "f")
 
 
-def test_walk_files_and_fsync_tree(storage):
+def test_walk_files_and_fsync_tree(storage, monkeypatch):
     """Catches: a file that is overlooked, a link that is followed, an endless directory."""
     durable.make_dirs(storage, "d/a/b")
     for name in ("d/1", "d/a/2", "d/a/b/3"):
         durable.put(storage, name, b"xyz", tag="t")
     names = [(name, stat.size) for name, stat in durable.walk_files(storage, "d")]
     assert names == [("1", 3), ("a/2", 3), ("a/b/3", 3)]
-    with pytest.raises(StorageError, match="more files"):
-        durable.walk_files(storage, "d", limit=2)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="more files"):
+        patch.setattr(durable, "_MOST_ENTRIES", 2)
+        durable.walk_files(storage, "d")
     seen = FaultStorage(storage)
     durable.fsync_tree_dirs(seen, "d")
     assert [path for _, path in seen.calls] == ["d/a/b", "d/a", "d"]

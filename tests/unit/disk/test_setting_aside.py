@@ -178,7 +178,7 @@ def refuse() -> None:
     raise Fenced("a newer manager took this root over")
 
 
-def test_I9_a_fenced_owner_changes_nothing(disk, job):
+def test_I9_a_fenced_owner_changes_nothing(disk, job, monkeypatch):
     """Catches: a method that looks at the epoch after its first change, or not at all."""
     of, _ = staged(job, 3)
     unfinished = job.coordinator.ledger.checkpoints[of]
@@ -187,7 +187,7 @@ def test_I9_a_fenced_owner_changes_nothing(disk, job):
     engine = job.coordinator._engine
     mover = changed(engine.mover, check_epoch=refuse)
     publisher = changed(engine.publisher, check_epoch=refuse)
-    protection = changed(engine.protection, check_epoch=refuse)
+    monkeypatch.setattr(engine, "check_epoch", refuse)
     before = disk.snapshot()
     for change in (
         lambda: mover.set_aside(ONE),
@@ -201,7 +201,7 @@ def test_I9_a_fenced_owner_changes_nothing(disk, job):
         lambda: publisher.create_staging(unfinished),
         lambda: publisher.finalize(unfinished),
         lambda: publisher.write_tracker(1),
-        lambda: protection.pin(1, "kept"),
+        lambda: engine.pin(1, "kept"),
     ):
         with pytest.raises(Fenced):
             change()

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from real_roots import crashed, real_job, real_root
@@ -19,6 +20,7 @@ from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded
 from ckptfsm.core.layout import TRACKER, VERL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk import reader_lease
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.disk.visibility import VISIBILITY_S
@@ -275,17 +277,17 @@ def test_a_step_that_is_saved_again_while_it_is_leased_is_this_runs(
     job: FakeJob, tmp_path: Path, monkeypatch
 ):
     """Catches: a good checkpoint called another run's, where the save came between two looks."""
-    real = ReaderLease._look
+    real = reader_lease.inspect_published
 
-    def look(lease: ReaderLease):
-        seen = real(lease)
+    def look(*given: Any, **how: Any):
+        seen = real(*given, **how)
         if job.coordinator.ledger.at(30) == first:
             job.coordinator.rollback(20)
             job.save(30)
         return seen
 
     first = job.coordinator.ledger.at(30)
-    monkeypatch.setattr(ReaderLease, "_look", look)
+    monkeypatch.setattr(reader_lease, "inspect_published", look)
     with ReaderLease(tmp_path, 30) as lease:
         assert lease.step == 30
     assert job.coordinator.ledger.at(30) != first

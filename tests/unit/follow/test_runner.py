@@ -23,7 +23,7 @@ from ckptfsm.core.errors import Fenced
 from ckptfsm.core.jobs import Job
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.job_records import read_records
+from ckptfsm.disk.overview import read_records
 from ckptfsm.follow import follower
 from ckptfsm.follow.jobs import JobOrder, JobRecords, JobWork
 from ckptfsm.follow.runner import FollowPlan, Runner, Trouble

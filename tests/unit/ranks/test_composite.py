@@ -282,11 +282,14 @@ def test_I4_files_of_a_receipt_are_there_when_it_is_published(tmp_path):
     def work(manager: Manager) -> Any:
         gone = PosixStorage(str(tmp_path), create=False)
 
-        def remove(self: Any, checkpoint: Any, files: Any) -> None:
-            gone.unlink(f".ckptfsm/staging/{checkpoint.id}/{files[0].name}")
+        refuse = Assembly._refuse_unlisted
+
+        def remove(self: Any) -> None:
+            gone.unlink(f"{self.directory}/{self.files[0].name}")
+            refuse(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Assembly, "_refuse_duplicates", remove)
+            patch.setattr(Assembly, "_refuse_unlisted", remove)
             with pytest.raises(SaveFailed, match="is gone"):
                 manager.save(1, {"w": 1}).wait()
         gone.close_root()

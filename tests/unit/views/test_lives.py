@@ -29,8 +29,7 @@ from ckptfsm.views import picture
 from ckptfsm.views.axis import Axis
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
-from ckptfsm.views.table import render_table
-from ckptfsm.views.timeline import describe_end
+from ckptfsm.views.timeline import describe_end, render_table
 
 pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
 
