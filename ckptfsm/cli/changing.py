@@ -225,7 +225,7 @@ def lease(
     with opened(root) as storage:
         layout = look(storage).layout.name
     end = time.monotonic() + ttl
-    with ReaderLease(root, step, layout="verl" if layout == "verl" else "megatron") as held:
+    with ReaderLease(root, step, layout=layout) as held:
         put([held.path])
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _RENEW_S))

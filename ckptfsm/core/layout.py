@@ -11,6 +11,7 @@ to the root (see ``ports``).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -47,6 +48,9 @@ JOB_NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 
+LayoutName = Literal["megatron", "verl"]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The naming of step directories in a trainer.
@@ -55,7 +59,7 @@ class Layout:
     directory is one itself.
     """
 
-    name: str
+    name: LayoutName
     prefix: str
     digits: int
     tree: str
@@ -83,10 +87,11 @@ class Layout:
         return self.published_name(of.step) if in_place else staging_dir(of)
 
 
-LayoutName = Literal["megatron", "verl"]
 MEGATRON = Layout("megatron", "iter_", 7, "")
 VERL = Layout("verl", "global_step_", 1, "dist_ckpt")
-LAYOUTS = MappingProxyType({layout.name: layout for layout in (MEGATRON, VERL)})
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {layout.name: layout for layout in (MEGATRON, VERL)}
+)
 
 
 def attempt_name(of: AttemptId) -> str:

@@ -114,6 +114,8 @@ _STUBS: Mapping[tuple[str, str], type[Stub]] = MappingProxyType(
 class _Items(dict[Any, Any]):
     """A dict of the file. A key that is a nested tuple is refused: hashing it has no bound."""
 
+    __slots__ = ()  # no state of the file hides a method
+
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(key, (str, Stub)):
             raise TypeError("a dict key of another kind")

@@ -14,7 +14,6 @@ import logging
 import os
 import uuid
 from functools import partial
-from types import TracebackType
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.notices import say
@@ -96,7 +95,7 @@ class ReaderLease:
             self._await_directory()
             self._compare()
         except BaseException:
-            self._let_go()
+            self.__exit__()
             raise
         return self
 
@@ -173,15 +172,7 @@ class ReaderLease:
                 raise
             raise storage_error(error, "lease", self._file) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             remove_marker(self._storage, self._file)
         finally:

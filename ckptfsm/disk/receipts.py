@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from ckptfsm.adapters.garbage import collection_paused
@@ -20,6 +20,7 @@ from ckptfsm.disk.durable import SMALL_BYTES, read_document
 
 _LONGEST_PAUSE_S = 0.5  # between two looks for a missing receipt on a shared disk
 _AT_ONCE = 1000  # receipts are parsed after they were read, so that no read is waited for meanwhile
+_whose = attrgetter("step", "epoch", "attempt", "part", "rank", "world_size")
 
 
 class CheckedReceipt(NamedTuple):
@@ -56,14 +57,7 @@ class Receipts:
         receipt = decode(Receipt, data, path)
         of = self.of
         expected = (of.step, of.epoch, of.attempt, part, rank, self.world_size)
-        actual = (
-            receipt.step,
-            receipt.epoch,
-            receipt.attempt,
-            receipt.part,
-            receipt.rank,
-            receipt.world_size,
-        )
+        actual = _whose(receipt)
         if actual != expected:
             raise DamagedRoot(
                 f"the receipt is of {actual}, not of {expected}",

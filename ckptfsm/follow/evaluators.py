@@ -21,7 +21,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, StepNotFoundError, describe
-from ckptfsm.core.layout import LAYOUTS, MEGATRON, VERL, parse_attempt
+from ckptfsm.core.layout import LAYOUTS, MEGATRON, parse_attempt
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
@@ -187,11 +187,10 @@ class _Evaluator(Follower):
 
     def lease_on(self, storage: Storage, checkpoint: Checkpoint, late_s: float) -> ReaderLease:
         assert self._history is not None
-        layout = LAYOUTS.get(self._history.layout, MEGATRON)
         return ReaderLease(
             self._root,
             checkpoint.step,
-            layout="verl" if layout is VERL else "megatron",
+            layout=LAYOUTS.get(self._history.layout, MEGATRON).name,
             attempt=str(checkpoint.id),
             visibility_timeout_s=0.0 if self.waits_for(checkpoint) else late_s,
             clock=self._clock,

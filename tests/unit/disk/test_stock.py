@@ -653,6 +653,8 @@ HOSTILE = {  # name: (file, what the reason says)
     "list in itself": (b"\x80\x04]\x94h\x00a.", "no Metadata"),
     "stub in its own state": (STUB + b"\x94h\x00b.", "no Metadata"),
     "state twice": (STUB + b"}b}b.", "no Metadata"),
+    # a dict whose ``get`` is a number raises where it is asked
+    "state for a dict": (b"\x80\x04}}X\x03\x00\x00\x00getK\x01sb.", "malformed"),
     "state for a class": (b"\x80\x04ctorch\nSize\n}b.", "TypeError"),
     "state for a dtype": (b"\x80\x04ctorch\nfloat32\n}b.", "TypeError"),
     "call of a result": (STUB + b")R.", "TypeError"),
