@@ -72,9 +72,7 @@ from ckptfsm.core.lifecycle import (
     UNFINISHED,
     Checkpoint,
     State,
-    expected_reports,
     has_finalizers,
-    writing_ranks,
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
@@ -574,7 +572,7 @@ class Coordinator:
         location = self._layout.working_dir(of, busy.in_place)
         receipts = Receipts(self._storage, location, of, size)
         try:
-            found = list(receipts.arriving(expected_reports(busy), self._clock, deadline))
+            found = list(receipts.arriving(busy.expected, self._clock, deadline))
             for part in sorted({r.part for r in found}):  # a writer may have died before that
                 self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")
         except (ShardMissing, DamagedRoot) as error:
@@ -582,7 +580,7 @@ class Coordinator:
             said = f"step {busy.step} is left in flight: {why}"
             say(log.warning, "left_in_flight", said, step=busy.step, error=why)
             return []
-        forked = sorted(writing_ranks(busy) - busy.forked)
+        forked = sorted(busy.writers - busy.forked)
         shards = [
             ShardReported(of, r.part, r.rank, size, sum(f.bytes for f in r.files))
             for r in found

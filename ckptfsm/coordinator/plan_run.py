@@ -37,7 +37,7 @@ from ckptfsm.core.events import (
     WriteTracker,
 )
 from ckptfsm.core.layout import TRACKER, trash_dir
-from ckptfsm.core.lifecycle import Checkpoint, State, writing_ranks
+from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.core.recovery import Plan, Resume
 from ckptfsm.core.recovery_refusals import hopeless
@@ -123,7 +123,7 @@ class PlanRun:
         could.
         """
         for failed in self.engine.ledger.in_state(State.FAILED):
-            if failed.id.epoch != self.engine.epoch and failed.gone != writing_ranks(failed):
+            if failed.id.epoch != self.engine.epoch and failed.gone != failed.writers:
                 self.engine.post(WritersLost(failed.id))
 
     def _begin_afresh(self, history: History, decided: Plan) -> bool:

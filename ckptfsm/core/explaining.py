@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptfsm.core.evidence import TrackerEvidence
 from ckptfsm.core.ledger import Ledger
-from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.rollback import Intent
 
@@ -107,7 +107,7 @@ def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     if state is State.TRACKED:
         return [f"Step {step} is complete and tracked{adopted}."]
     if state in (State.REQUESTED, State.FORKED):
-        shards, ranks = len(expected_reports(checkpoint)), checkpoint.world_size
+        shards, ranks = len(checkpoint.expected), checkpoint.world_size
         place = (
             "at its name, without a manifest"
             if checkpoint.in_place

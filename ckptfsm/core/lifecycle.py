@@ -7,20 +7,12 @@ without a row cannot happen. Read the rows from top to bottom and you have read 
 
     requested -> forked -> shards_written -> finalized -> tracked -> prunable -> pruned
 
-Rules of this module:
+``apply(checkpoint, event)`` is pure: it returns the new checkpoint and the command to run, or raises
+``IllegalTransition`` and changes nothing. The command runs only after the transition is in the
+journal. A move within a state is not journaled: its command is asked for again after a restart.
 
-- ``apply(checkpoint, event)`` is pure: it returns the new checkpoint and the command to run, or
-  raises ``IllegalTransition`` and changes nothing.
-- A row is (source, event, guard, dest, command). For one (source, event) at most one guard is true;
-  no guard true means the event is illegal there. Guards are named functions of (checkpoint, event).
-- The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The
-  diagrams, the test matrix and the checkers are made from the same rows.
-- ``absorb`` is ``apply`` for many reports that stay within a state: thousands of ranks report.
-- A command runs only after the transition that asks for it is in the journal. A move within a state
-  is not journaled: its command is asked for again after a restart.
-
-Why a throwaway cursor: ``transitions`` sets attributes on its model, and an exception in a callback
-leaves the model moved. The cursor lives for one move, carries no callbacks, and is then dropped.
+The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The diagrams,
+the test matrix and the checkers are made from the same rows.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -66,6 +58,9 @@ from ckptfsm.core.events import (
 from ckptfsm.core.parts import AttemptId, PartSpec
 
 T = TypeVar("T")
+Counted = WriterForked | ShardReported | FinalizersRan | WriterGone
+"""Reports of which the table awaits one from every rank, or one for every shard."""
+_COUNTED = (WriterForked, ShardReported, FinalizersRan, WriterGone)
 
 
 class State(str, Enum):
@@ -130,12 +125,12 @@ class Checkpoint:
 
     @property
     def expected(self) -> frozenset[tuple[str, int]]:
-        """See ``expected_reports``."""
+        """Every (part, rank) that must be durable before the checkpoint may be finalized (I3)."""
         return _reports_of(self.parts, self.world_size)
 
     @property
     def writers(self) -> frozenset[int]:
-        """See ``writing_ranks``."""
+        """The ranks that have a writer for this checkpoint."""
         return _writers_of(self.parts, self.world_size)
 
 
@@ -153,17 +148,7 @@ def _writers_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[int]:
     return frozenset(rank for _, rank in _reports_of(parts, world_size))
 
 
-def expected_reports(checkpoint: Checkpoint) -> frozenset[tuple[str, int]]:
-    """Every (part, rank) that must be durable before the checkpoint may be finalized (I3)."""
-    return checkpoint.expected
-
-
-def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
-    """The ranks that have a writer for this checkpoint."""
-    return checkpoint.writers
-
-
-def has_finalizers(checkpoint: Checkpoint) -> bool:
+def has_finalizers(checkpoint: Checkpoint | _Tally) -> bool:
     """True if a part was written by foreign code; every rank runs its finalizers (I6)."""
     return any(part.format.foreign for part in checkpoint.parts)
 
@@ -171,41 +156,26 @@ def has_finalizers(checkpoint: Checkpoint) -> bool:
 # ---------------------------------------------------------------------------------------- guards
 
 
-def another_writer_is_awaited(checkpoint: Checkpoint, event: WriterForked) -> bool:
-    """A declared rank that had not forked has; others have not."""
-    return _is_news_of_a_fork(checkpoint, event) and not _forks_complete(checkpoint)
+def others_are_awaited(checkpoint: Checkpoint, event: Counted) -> bool:
+    """The report counts, and others of its kind are awaited (I3, I6)."""
+    return _still_awaited(checkpoint, event) > 0
 
 
-def every_writer_has_forked(checkpoint: Checkpoint, event: WriterForked) -> bool:
-    """The last declared rank has forked."""
-    return _is_news_of_a_fork(checkpoint, event) and _forks_complete(checkpoint)
-
-
-def another_shard_is_awaited(checkpoint: Checkpoint, event: ShardReported) -> bool:
-    """A declared shard that had not been reported is durable; others are not (I3)."""
-    return _is_news_of_a_shard(checkpoint, event) and not _shards_complete(checkpoint)
+def it_was_the_last(checkpoint: Checkpoint, event: Counted) -> bool:
+    """The report counts, and no other of its kind is awaited: every rank has sent one."""
+    return _still_awaited(checkpoint, event) == 0
 
 
 def every_shard_is_durable(checkpoint: Checkpoint, event: ShardReported) -> bool:
     """The last declared shard is durable, all parts of all ranks (I3), and no finalizers are due."""
-    return _is_last_shard(checkpoint, event) and not has_finalizers(checkpoint)
+    return it_was_the_last(checkpoint, event) and not has_finalizers(checkpoint)
 
 
 def every_shard_is_durable_and_finalizers_are_due(
     checkpoint: Checkpoint, event: ShardReported
 ) -> bool:
     """The last declared shard is durable (I3); the ranks run their finalizers next (I6)."""
-    return _is_last_shard(checkpoint, event) and has_finalizers(checkpoint)
-
-
-def another_ranks_finalizers_are_awaited(checkpoint: Checkpoint, event: FinalizersRan) -> bool:
-    """A rank's finalizers have run, for the first time; those of other ranks have not (I6)."""
-    return _is_news_of_finalizers(checkpoint, event) and not _finalizers_complete(checkpoint)
-
-
-def every_ranks_finalizers_have_run(checkpoint: Checkpoint, event: FinalizersRan) -> bool:
-    """The finalizers of the last rank have run (I6)."""
-    return _is_news_of_finalizers(checkpoint, event) and _finalizers_complete(checkpoint)
+    return it_was_the_last(checkpoint, event) and has_finalizers(checkpoint)
 
 
 def it_is_not_published(checkpoint: Checkpoint, event: Event) -> bool:
@@ -225,22 +195,12 @@ def a_newer_one_is_tracked_and_nothing_keeps_it(checkpoint: Checkpoint, event: S
 
 def never_published_and_writers_gone(checkpoint: Checkpoint, event: Cleaned) -> bool:
     """Nothing of it has its published name, and no writer of it can still write (I1)."""
-    return not event.published and checkpoint.gone == writing_ranks(checkpoint)
-
-
-def another_writer_may_live(checkpoint: Checkpoint, event: WriterGone) -> bool:
-    """A writer that was not known to be gone is; others may still write."""
-    return _is_news_of_an_end(checkpoint, event) and not _all_gone(checkpoint)
-
-
-def every_writer_is_gone(checkpoint: Checkpoint, event: WriterGone) -> bool:
-    """The last writer is gone: the files can be moved without a late write into them."""
-    return _is_news_of_an_end(checkpoint, event) and _all_gone(checkpoint)
+    return not event.published and checkpoint.gone == checkpoint.writers
 
 
 def writers_may_live(checkpoint: Checkpoint, event: WritersLost) -> bool:
     """Not all writers were known to be gone yet."""
-    return checkpoint.gone != writing_ranks(checkpoint)
+    return checkpoint.gone != checkpoint.writers
 
 
 def the_attempt_is_new(checkpoint: Checkpoint, event: Event) -> bool:
@@ -248,49 +208,27 @@ def the_attempt_is_new(checkpoint: Checkpoint, event: Event) -> bool:
     return checkpoint.id == event.of and not checkpoint.parts
 
 
-# A report counts once, so counting tells whether the last one came: no sets are rebuilt per report,
-# which matters with thousands of ranks.
-
-
-def _is_news_of_a_fork(checkpoint: Checkpoint, event: WriterForked) -> bool:
-    awaited = event.rank in writing_ranks(checkpoint) and event.rank not in checkpoint.forked
-    return awaited and event.world_size == checkpoint.world_size
-
-
-def _forks_complete(checkpoint: Checkpoint) -> bool:
-    return len(checkpoint.forked) + 1 == len(writing_ranks(checkpoint))
-
-
-def _is_news_of_a_shard(checkpoint: Checkpoint, event: ShardReported) -> bool:
-    key = (event.part, event.rank)
-    awaited = key in expected_reports(checkpoint) and key not in checkpoint.reported
-    return awaited and event.rank in checkpoint.forked and event.world_size == checkpoint.world_size
-
-
-def _shards_complete(checkpoint: Checkpoint) -> bool:
-    return len(checkpoint.reported) + 1 == len(expected_reports(checkpoint))
-
-
-def _is_last_shard(checkpoint: Checkpoint, event: ShardReported) -> bool:
-    return _is_news_of_a_shard(checkpoint, event) and _shards_complete(checkpoint)
-
-
-def _is_news_of_finalizers(checkpoint: Checkpoint, event: FinalizersRan) -> bool:
-    awaited = has_finalizers(checkpoint) and not checkpoint.published
-    known = event.rank in checkpoint.finalizers_ran
-    return awaited and event.rank in writing_ranks(checkpoint) and not known
-
-
-def _finalizers_complete(checkpoint: Checkpoint) -> bool:
-    return len(checkpoint.finalizers_ran) + 1 == len(writing_ranks(checkpoint))
-
-
-def _is_news_of_an_end(checkpoint: Checkpoint, event: WriterGone) -> bool:
-    return event.rank in writing_ranks(checkpoint) and event.rank not in checkpoint.gone
-
-
-def _all_gone(checkpoint: Checkpoint) -> bool:
-    return len(checkpoint.gone) + 1 == len(writing_ranks(checkpoint))
+def _still_awaited(so_far: Checkpoint | _Tally, event: Counted) -> int:
+    """The number of reports of this kind that are awaited after this one; -1 if it does not count."""
+    known: Set[object]
+    awaited: Set[object]
+    fact: object = event.rank
+    match event:
+        case WriterForked():
+            known, awaited, fits = so_far.forked, so_far.writers, True
+        case ShardReported():
+            fact, fits = (event.part, event.rank), event.rank in so_far.forked
+            known, awaited = so_far.reported, so_far.expected
+        case FinalizersRan():
+            fits = has_finalizers(so_far) and not so_far.published
+            known, awaited = so_far.finalizers_ran, so_far.writers
+        case WriterGone():
+            known, awaited, fits = so_far.gone, so_far.writers, True
+    if isinstance(event, (WriterForked, ShardReported)):
+        fits = fits and event.world_size == so_far.world_size
+    # A report counts once, so numbers tell whether it was the last: no set is rebuilt for one report,
+    # which matters with thousands of ranks.
+    return len(awaited) - len(known) - 1 if fits and fact in awaited and fact not in known else -1
 
 
 Guard = Callable[[Checkpoint, Any], bool]
@@ -314,10 +252,10 @@ S = State
 TABLE: tuple[Row, ...] = (
     # The way of every good checkpoint.
     Row(S.ABSENT, SaveRequested, the_attempt_is_new, S.REQUESTED, CreateStaging),
-    Row(S.REQUESTED, WriterForked, another_writer_is_awaited, S.REQUESTED),
-    Row(S.REQUESTED, WriterForked, every_writer_has_forked, S.FORKED),
-    Row(S.REQUESTED, ShardReported, another_shard_is_awaited, S.REQUESTED),
-    Row(S.FORKED, ShardReported, another_shard_is_awaited, S.FORKED),
+    Row(S.REQUESTED, WriterForked, others_are_awaited, S.REQUESTED),
+    Row(S.REQUESTED, WriterForked, it_was_the_last, S.FORKED),
+    Row(S.REQUESTED, ShardReported, others_are_awaited, S.REQUESTED),
+    Row(S.FORKED, ShardReported, others_are_awaited, S.FORKED),
     Row(S.FORKED, ShardReported, every_shard_is_durable, S.SHARDS_WRITTEN, Finalize),
     Row(S.SHARDS_WRITTEN, PublishedOnDisk, it_is_not_published, S.SHARDS_WRITTEN),
     Row(S.SHARDS_WRITTEN, Published, it_is_published, S.FINALIZED, WriteTracker),
@@ -330,14 +268,8 @@ TABLE: tuple[Row, ...] = (
         S.SHARDS_WRITTEN,
         RunFinalizers,
     ),
-    Row(S.SHARDS_WRITTEN, FinalizersRan, another_ranks_finalizers_are_awaited, S.SHARDS_WRITTEN),
-    Row(
-        S.SHARDS_WRITTEN,
-        FinalizersRan,
-        every_ranks_finalizers_have_run,
-        S.SHARDS_WRITTEN,
-        Finalize,
-    ),
+    Row(S.SHARDS_WRITTEN, FinalizersRan, others_are_awaited, S.SHARDS_WRITTEN),
+    Row(S.SHARDS_WRITTEN, FinalizersRan, it_was_the_last, S.SHARDS_WRITTEN, Finalize),
     # The end of a good checkpoint: only from tracked, only when a newer one is tracked (I1, I7).
     Row(S.TRACKED, Superseded, a_newer_one_is_tracked_and_nothing_keeps_it, S.PRUNABLE, Prune),
     Row(S.PRUNABLE, Reprieved, None, S.TRACKED),
@@ -346,8 +278,8 @@ TABLE: tuple[Row, ...] = (
     Row(S.REQUESTED, Failed, None, S.FAILED),
     Row(S.FORKED, Failed, None, S.FAILED),
     Row(S.SHARDS_WRITTEN, Failed, it_is_not_published, S.FAILED),
-    Row(S.FAILED, WriterGone, another_writer_may_live, S.FAILED),
-    Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED, CleanUp),
+    Row(S.FAILED, WriterGone, others_are_awaited, S.FAILED),
+    Row(S.FAILED, WriterGone, it_was_the_last, S.FAILED, CleanUp),
     Row(S.FAILED, WritersLost, writers_may_live, S.FAILED, CleanUp),
     Row(S.FAILED, Cleaned, never_published_and_writers_gone, S.DISCARDED),
     # Findings of a restart (I8).
@@ -368,7 +300,7 @@ EVENTS: tuple[type[Event], ...] = tuple(dict.fromkeys(row.event for row in TABLE
 
 
 class _Cursor:
-    """The model of one move: never registered with the machine, dropped after it."""
+    """The model of one move, dropped after it: an exception in a callback leaves a model moved."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -376,25 +308,12 @@ class _Cursor:
         self.row: Row | None = None
 
 
-class _TakeRow:
-    """A callback of ``transitions``: note which row the machine took."""
-
-    def __init__(self, row: Row) -> None:
-        self.row = row
-
-    def __call__(self, data: Any) -> None:
-        data.model.row = self.row
+def _take(row: Row, data: Any) -> None:
+    data.model.row = row
 
 
-class _RowCondition:
-    """A row's guard in the shape ``transitions`` calls: (event data) -> bool."""
-
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-        self.__name__ = guard.__name__
-
-    def __call__(self, data: Any) -> bool:
-        return self.guard(data.model.checkpoint, data.args[0])
+def _holds(guard: Guard, data: Any) -> bool:
+    return guard(data.model.checkpoint, data.args[0])
 
 
 @cache
@@ -415,8 +334,8 @@ def compile_machine() -> Machine:
             row.event.name,
             row.source,
             row.dest,
-            conditions=[_RowCondition(row.guard)] if row.guard else None,
-            after=_TakeRow(row),
+            conditions=partial(_holds, row.guard) if row.guard else None,
+            after=partial(_take, row),
         )
     return machine
 
@@ -460,20 +379,18 @@ def absorb(
     The same as ``apply`` for each of them, by the same rows, but the facts are copied once: the
     time grows with the number of reports, not with its square. Returns the number taken, too.
     """
-    tally: Any = _Tally(checkpoint)  # the guards take it for a checkpoint
+    tally = _Tally(checkpoint)
     for at in range(start, len(events)):
         event = events[at]
-        row = _QUIET.get((checkpoint.state, type(event)))
-        if row is None or event.of != checkpoint.id:
-            return tally.checkpoint(), at - start
-        if row.guard is not None and not row.guard(tally, event):
+        quiet = event.of == checkpoint.id and (checkpoint.state, type(event)) in _QUIET
+        if not (quiet and isinstance(event, _COUNTED) and _still_awaited(tally, event) > 0):
             return tally.checkpoint(), at - start
         tally.add(event)
     return tally.checkpoint(), len(events) - start
 
 
 class _Tally:
-    """A checkpoint while ranks report: the guards read it as they read a ``Checkpoint``.
+    """A checkpoint while ranks report.
 
     A set of facts is copied at the first report that adds to it. The sets of all ranks are looked up
     once: to find them by the parts costs as much as the rest of a report.
@@ -490,8 +407,7 @@ class _Tally:
         self.shard_bytes = checkpoint.shard_bytes
         self._before = checkpoint
 
-    def add(self, event: Event) -> None:
-        """Add the facts of a report."""
+    def add(self, event: Counted) -> None:
         match event:
             case WriterForked():
                 self.forked = _added(self.forked, event.rank)
@@ -521,13 +437,9 @@ def _added(known: Set[T], fact: T) -> set[T]:
     return facts
 
 
-_REPORTS = (WriterForked, ShardReported, FinalizersRan, WriterGone)
+# The moves within a state that ask for nothing.
 _QUIET: Mapping[tuple[State, type[Event]], Row] = MappingProxyType(
-    {
-        (row.source, row.event): row
-        for row in TABLE
-        if row.event in _REPORTS and row.source is row.dest and row.command is None
-    }
+    {(row.source, row.event): row for row in TABLE if row.guard is others_are_awaited}
 )
 
 
@@ -571,7 +483,7 @@ def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
         case FoundPublished():
             return replace(checkpoint, manifest_crc=event.manifest_crc)
         case WritersLost():
-            return replace(checkpoint, gone=writing_ranks(checkpoint))
+            return replace(checkpoint, gone=checkpoint.writers)
         case Failed() | Withdrawn():
             return replace(checkpoint, reason=event.reason, detail=event.detail)
         case Adopted():

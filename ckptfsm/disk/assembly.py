@@ -14,7 +14,7 @@ from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import FileEntry, Manifest, part_records
 from ckptfsm.core.errors import CkptFsmError, SaveFailed, ShardMissing, describe
 from ckptfsm.core.layout import MANIFEST, RECEIPTS, Layout, join, planned_name
-from ckptfsm.core.lifecycle import Checkpoint, expected_reports
+from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
 from ckptfsm.disk.durable import (
@@ -65,7 +65,7 @@ class Assembly:
         checkpoint, directory = self.checkpoint, self.directory
         deadline = self.clock.monotonic() + self.visibility_timeout_s
         mine = Receipts(self.storage, directory, checkpoint.id, checkpoint.world_size)
-        arriving = mine.arriving(expected_reports(checkpoint), self.clock, deadline)
+        arriving = mine.arriving(checkpoint.expected, self.clock, deadline)
         self.receipts = sorted(arriving, key=attrgetter("part", "rank"))
         self.dropped = dropped_parts(checkpoint, self.receipts)
         there = {

@@ -45,7 +45,7 @@ from ckptfsm.core.layout import (
     tracker_text,
 )
 from ckptfsm.core.ledger import Ledger
-from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
@@ -317,7 +317,7 @@ def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) ->
         return StagingEvidence(False, "a foreign part's finalizers ended with its process")
     try:
         own = Receipts(storage, directory, checkpoint.id, checkpoint.world_size)
-        receipts = [own.read(*share) for share in sorted(expected_reports(checkpoint))]
+        receipts = [own.read(*share) for share in sorted(checkpoint.expected)]
         dropped = dropped_parts(checkpoint, receipts)
         for receipt in receipts:
             files = receipt.files if receipt.part not in dropped else ()

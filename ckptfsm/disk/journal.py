@@ -44,7 +44,7 @@ from ckptfsm.core.errors import IllegalTransition, JournalCorrupt, OutcomeUnknow
 from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.ledger import Ledger, with_metrics
-from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
+from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_policy import PolicyRecord
@@ -357,7 +357,7 @@ class Replayed:
         base = self._base
         if self._told is None:
             return base
-        forked = writing_ranks(base) if self.state is not State.REQUESTED else base.forked
+        forked = base.writers if self.state is not State.REQUESTED else base.forked
         return replace(base, state=self.state, forked=forked, **self._told)
 
 

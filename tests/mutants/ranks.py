@@ -361,9 +361,9 @@ PEOPLE = (
     ),
     mutant(
         "one-ranks-finalizers-are-enough",
-        "core.lifecycle:_finalizers_complete",
-        "return len(checkpoint.finalizers_ran) + 1 == len(writing_ranks(checkpoint))",
-        "return True",
+        "core.lifecycle:_still_awaited",
+        "len(awaited) - len(known) - 1 if",
+        "(len(awaited) - len(known) - 1) * (not isinstance(event, FinalizersRan)) if",
         breaks="I6",
         source="I6",
     ),

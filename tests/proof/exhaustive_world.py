@@ -541,7 +541,7 @@ def _reports(world: World, scope: Scope, checkpoint: Checkpoint) -> Iterator[Act
         return Action(f"{of}: {text}", lambda c: c.report(list(events)), **more)
 
     if checkpoint.state in lifecycle.UNPUBLISHED:
-        for rank in sorted(lifecycle.writing_ranks(checkpoint) - set(writers)):
+        for rank in sorted(checkpoint.writers - set(writers)):
             forked = (*world.writers, Writer(of, rank, 0, True))
             event = WriterForked(of, rank, size)
             yield report(f"rank {rank} forks", event, writers=tuple(sorted(forked)))
@@ -562,7 +562,7 @@ def _reports(world: World, scope: Scope, checkpoint: Checkpoint) -> Iterator[Act
             )
     if checkpoint.state is State.FAILED:
         living = {w.rank for w in writers.values() if w.alive}
-        for rank in sorted(lifecycle.writing_ranks(checkpoint) - checkpoint.gone - living):
+        for rank in sorted(checkpoint.writers - checkpoint.gone - living):
             yield report(f"rank {rank} reports its writer gone", WriterGone(of, rank))
 
 

@@ -36,9 +36,7 @@ from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import (
     Checkpoint,
     State,
-    expected_reports,
     has_finalizers,
-    writing_ranks,
 )
 from ckptfsm.core.parts import AttemptId, PartSpec
 from proof.coverage import ALL_ROWS, Coverage
@@ -400,7 +398,7 @@ def random_ledger(rng: random.Random) -> Ledger:
         of = AttemptId(rng.randrange(5), 1, attempt)
         state = rng.choice((*State, *likely))
         base = Checkpoint(of, state, rng.choice(LAYOUTS), WORLD_SIZE)
-        ranks, reports = writing_ranks(base), expected_reports(base)
+        ranks, reports = base.writers, base.expected
         ledger = ledger.restore(
             Checkpoint(
                 of,
@@ -427,7 +425,7 @@ def random_event(rng: random.Random, ledger: Ledger) -> Event:
     part = rng.choice(("state", "data", "actor", "critic", "ghost"))
     offered = ledger.checkpoints.get(of)
     if offered is not None and rng.random() < 0.7:
-        (part, rank), size = rng.choice(sorted(expected_reports(offered))), WORLD_SIZE
+        (part, rank), size = rng.choice(sorted(offered.expected)), WORLD_SIZE
     honest = ledger.superseded(offered, ()) if offered is not None else m.Superseded(of, None)
     forged = m.Superseded(of, rng.choice((None, *range(6))), rng.choice(((), ("pin",))))
     return rng.choice(
@@ -462,7 +460,7 @@ def scope_of(ledger: Ledger, event: Event) -> Scope:
     newer = getattr(event, "newer_step", None)
     rank, part = getattr(event, "rank", 0), getattr(event, "part", "")
     size = getattr(event, "world_size", subject.world_size)
-    reports = {q for c in there.values() for q in expected_reports(c)} | {(part, rank)}
+    reports = {q for c in there.values() for q in c.expected} | {(part, rank)}
     return {
         "Checkpoint": list(there),
         "Step": sorted({of.step for of in there} | {0 if newer is None else newer}),
@@ -471,8 +469,8 @@ def scope_of(ledger: Ledger, event: Event) -> Scope:
         "step": lambda of: of.step,
         "older": lambda a, b: a < b,
         "rank_of": lambda q: q[1],
-        "writing": lambda of, r: r in writing_ranks(there[of]),
-        "expected": lambda of, q: q in expected_reports(there[of]),
+        "writing": lambda of, r: r in there[of].writers,
+        "expected": lambda of, q: q in there[of].expected,
         "state": lambda of: there[of].state.value,
         "declared": lambda of: bool(there[of].parts),
         "forked": lambda of, r: r in there[of].forked,

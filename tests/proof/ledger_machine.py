@@ -23,9 +23,7 @@ from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import (
     IN_FLIGHT,
     State,
-    expected_reports,
     has_finalizers,
-    writing_ranks,
 )
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
@@ -115,7 +113,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if isinstance(event, m.ShardReported):
             key = (event.part, event.rank)
             assert event.world_size == living.world_size, "I5: wrong world size counted"
-            assert key in expected_reports(living), "I5: an undeclared shard counted"
+            assert key in living.expected, "I5: an undeclared shard counted"
             assert key not in self.accepted[event.of], "I5: a duplicate counted"
             self.accepted[event.of].add(key)
         others = {of: c for of, c in content.items() if of != event.of}
@@ -173,9 +171,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def honest_reports(self, data):
         """Forks, then a few of the missing shards, in any order."""
         c = self.flying()
-        for rank in data.draw(st.permutations(sorted(writing_ranks(c) - c.forked))):
+        for rank in data.draw(st.permutations(sorted(c.writers - c.forked))):
             self.report(m.WriterForked(c.id, rank, c.world_size))
-        missing = data.draw(st.permutations(sorted(expected_reports(c) - c.reported)))
+        missing = data.draw(st.permutations(sorted(c.expected - c.reported)))
         for part, rank in missing[: data.draw(st.integers(0, len(missing)))]:
             event = m.ShardReported(c.id, part, rank, c.world_size, 5)
             self.report(event)
@@ -186,7 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def published(self):
         c = self.flying()
         if has_finalizers(c):
-            missing = sorted(writing_ranks(c) - c.finalizers_ran)
+            missing = sorted(c.writers - c.finalizers_ran)
             ran = [self.report(m.FinalizersRan(c.id, rank)) for rank in missing]
             assert not missing or ran[-1] == m.Finalize(c.id), (
                 "I6: the last finalizers are not told"
@@ -218,7 +216,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def writer_gone_and_cleaned(self, data):
         c = data.draw(st.sampled_from(self.ledger.in_state(S.FAILED)))
-        for rank in sorted(writing_ranks(c) - c.gone):
+        for rank in sorted(c.writers - c.gone):
             assert isinstance(self.report(m.Cleaned(c.id)), Rejected), "cleaned under a writer"
             self.report(m.WriterGone(c.id, rank))
         assert isinstance(self.report(m.Cleaned(c.id, published=True)), Rejected)
@@ -321,7 +319,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def I3_written_means_every_part_of_every_rank_reported(self):
         for c in self.ledger.in_state(S.SHARDS_WRITTEN, S.FINALIZED):
-            assert self.accepted[c.id] == expected_reports(c)
+            assert self.accepted[c.id] == c.expected
 
     @invariant()
     def forgotten_ones_are_not_carried_along(self):

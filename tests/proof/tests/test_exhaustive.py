@@ -13,7 +13,7 @@ from ckptfsm.coordinator import engine
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core import keeping, layout, lifecycle, recovery
 from ckptfsm.core.errors import Fenced
-from ckptfsm.core.events import Prune
+from ckptfsm.core.events import Prune, ShardReported
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
@@ -40,14 +40,22 @@ def two_in_flight(monkeypatch):
 
 
 def one_shard_short(monkeypatch):
-    def complete(checkpoint):
-        return len(checkpoint.reported) + 2 == len(lifecycle.expected_reports(checkpoint))
+    def short(so_far, event):
+        awaited = still_awaited(so_far, event)
+        return awaited - (isinstance(event, ShardReported) and awaited > 0)
 
-    monkeypatch.setattr(lifecycle, "_shards_complete", complete)
+    still_awaited = lifecycle._still_awaited
+    monkeypatch.setattr(lifecycle, "_still_awaited", short)
 
 
 def any_shard_counts(monkeypatch):
-    monkeypatch.setattr(lifecycle, "_is_news_of_a_shard", lambda checkpoint, event: True)
+    def counted(so_far, event):
+        if isinstance(event, ShardReported):
+            return len(so_far.expected) - len(so_far.reported) - 1
+        return still_awaited(so_far, event)
+
+    still_awaited = lifecycle._still_awaited
+    monkeypatch.setattr(lifecycle, "_still_awaited", counted)
 
 
 def the_latest_is_offered(monkeypatch):

@@ -27,7 +27,7 @@ from ckptfsm.core.documents import CheckpointRecord, checkpoint_of, checkpoint_r
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.core.ledger import Ledger, Rejected
-from ckptfsm.core.lifecycle import State, expected_reports, writing_ranks
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.recovery import plan
 from ckptfsm.core.retention import describe_tracked, parse_policy
@@ -60,10 +60,10 @@ class Story:
         for c in self.ledger.in_state(*State):
             note = ""
             if c.state in (State.REQUESTED, State.FORKED):
-                forks, shards = len(writing_ranks(c)), len(expected_reports(c))
+                forks, shards = len(c.writers), len(c.expected)
                 note = f" (forks {len(c.forked)}/{forks}, shards {len(c.reported)}/{shards})"
             elif c.state is State.FAILED:
-                note = f" ({c.reason}, writers gone {len(c.gone)}/{len(writing_ranks(c))})"
+                note = f" ({c.reason}, writers gone {len(c.gone)}/{len(c.writers)})"
             elif c.state is State.QUARANTINED:
                 note = f" ({c.reason})"
             rows.append(f"{c.id} {c.state.value}{note}")

@@ -31,9 +31,7 @@ from ckptfsm.core.lifecycle import (
     absorb,
     apply,
     compile_machine,
-    expected_reports,
     find_row,
-    writing_ranks,
 )
 from ckptfsm.core.parts import AttemptId, PartSpec
 
@@ -345,9 +343,9 @@ def test_absorb_looks_up_the_ranks_once_for_all_reports():
 def test_I3_expected_reports_are_all_parts_of_all_their_ranks():
     """Catches: a part or rank left out of the set that must be durable."""
     c = Checkpoint(OF, S.REQUESTED, PARTS, 2)
-    assert expected_reports(c) == ALL_REPORTS
-    assert writing_ranks(c) == EVERYONE
-    assert expected_reports(replace(c, world_size=3)) == ALL_REPORTS | {("state", 2)}
+    assert c.expected == ALL_REPORTS
+    assert c.writers == EVERYONE
+    assert replace(c, world_size=3).expected == ALL_REPORTS | {("state", 2)}
 
 
 def test_the_compiled_machine_makes_the_moves(monkeypatch):
