@@ -5,12 +5,8 @@ ranks' reports. Requests of people come here too: pins, deletion, rollback, a ch
 Its methods are called in order on one thread (an executor), never concurrently, and may block on
 the disk. Other threads only open the root, verify a checkpoint, or look for a receipt.
 
-Rules:
-
-- The engine handles the table, the journal and the commands; this module moves a checkpoint only by
-  posting an event.
-- ``Fenced`` and an unknown outcome (a lost journal too) are fatal: every later call raises the same
-  error and touches nothing.
+The engine handles the table, the journal and the commands; this module moves a checkpoint only by
+posting an event.
 """
 
 from __future__ import annotations
@@ -20,13 +16,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from shlex import quote
 from typing import Any, Literal
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.versions import installed
-from ckptfsm.coordinator.engine import Engine, EngineSettings
+from ckptfsm.coordinator.engine import Engine, NewsQueue
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
@@ -81,11 +78,11 @@ from ckptfsm.core.recovery import Resume, forget_moved
 from ckptfsm.core.requests import (
     Located,
     NothingInFlight,
-    NumberedNews,
     RecoveryReport,
     SaveRequest,
 )
 from ckptfsm.core.retention import BestN, KeepAll, Policy, describe_tracked
+from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import list_names, lookup, storage_error
 from ckptfsm.disk.inbox import Inbox
 from ckptfsm.disk.inspection import (
@@ -146,6 +143,7 @@ class Coordinator:
         provenance: Mapping[str, str],
     ) -> None:
         self.fatal: CkptFsmError | None = None
+        self.news = NewsQueue()
         # A directory may be that of an earlier job on another host.
         visibility = Visibility(clock, options.visibility_timeout_s)
         self._storage = storage = visibility.of_directories(storage)
@@ -284,20 +282,30 @@ class Coordinator:
         self._refuse_unfinishable(history.ledger)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)
         decided = plan_start(history, evidence, ownership.epoch, self._options.resume)
-        settings = EngineSettings(
+        options, self.news = self._options, NewsQueue()
+        assembly_of = partial(
+            Assembly,
+            self._storage,
+            self._clock,
+            ownership.tag,
             self._finishers,
-            self._options.retention,
             self._provenance,
-            self._options.visibility_timeout_s,
+            options.visibility_timeout_s,
             self._layout,
-            self._options.records_policy,
         )
-        self._opened = Engine(self._storage, self._clock, ownership, settings)
+        self._opened = Engine(
+            self._storage,
+            self._clock,
+            ownership,
+            assembly_of,
+            self._layout,
+            self.news,
+            options.retention,
+            records_policy=options.records_policy,
+        )
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
-        PlanRun(self._storage, self._clock, self._engine, self._options.resume).run(
-            history, decided
-        )
+        PlanRun(self._storage, self._clock, self._engine, options.resume).run(history, decided)
         warnings = (*decided.warnings, *(f"{file} is lost: {_LOST}" for file in history.missing))
         for warning in warnings:
             said, root = f"recovery: {warning}", self._storage.root
@@ -361,19 +369,6 @@ class Coordinator:
     def busy(self) -> bool:
         """True while a command waits to be retried."""
         return bool(self._engine.pending)
-
-    def news_since(self, number: int) -> tuple[NumberedNews, ...]:
-        """The news from ``number`` on, in order. Safe from another thread."""
-        return self._opened.news.since(number) if self._opened is not None else ()
-
-    def has_news_since(self, number: int) -> bool:
-        """True if there are news from ``number`` on. Safe from another thread."""
-        return self._opened is not None and self._opened.news.has(number)
-
-    def forget_news(self, number: int) -> None:
-        """Drop the news below ``number``: they were taken. Safe from another thread."""
-        if self._opened is not None:
-            self._opened.news.forget(number)
 
     def nothing(self) -> None:
         """Do nothing: a call is finished once all earlier calls are."""
@@ -947,7 +942,10 @@ class Coordinator:
 
     @contextmanager
     def _guarded(self, call: str) -> Iterator[None]:
-        """Run a call's body; a fatal error stops this coordinator for good."""
+        """Run a call's body; a fatal error stops this coordinator for good: every later call raises it.
+
+        ``Fenced`` and an unknown outcome (a lost journal too) are fatal.
+        """
         if self.fatal is not None:
             raise self.fatal
         if self._ownership is None:
@@ -977,7 +975,7 @@ class Coordinator:
             raise
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
-                self._engine.news.append(NothingInFlight())
+                self.news.append(NothingInFlight())
 
 
 def _errno_of(error: OSError) -> int | None:

@@ -2,14 +2,12 @@
 
 An engine lives for one epoch of one root, on the coordinator's thread.
 
-Rules:
+A move to another state is journaled before its command is run. If the journal cannot take it, the
+transition did not happen: the ledger stays, and idempotent work is retried.
 
-- A move to another state is journaled before its command is run. If the journal cannot take it,
-the transition
-  did not happen: the ledger stays, and idempotent work is retried.
-- ``Finalize`` fails the attempt if it fails before publishing. Every other command, and ``Finalize``
-  after publishing, is pending then: it is retried until the disk takes it.
-- ``Fenced`` and ``OutcomeUnknown`` are never retried: they are raised, and the coordinator stops.
+``Finalize`` fails the attempt if it fails before publishing. Every other command, and ``Finalize``
+after publishing, is pending then: it is retried until the disk takes it. ``Fenced`` and
+``OutcomeUnknown`` are never retried: they are raised, and the coordinator stops.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -82,7 +79,7 @@ from ckptfsm.core.lifecycle import (
     find_row,
 )
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.core.ports import Clock, Identity, Storage
 from ckptfsm.core.recorded_policy import record_of
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
 from ckptfsm.core.retention import Policy, describe_tracked
@@ -134,50 +131,36 @@ class NewsQueue:
             self._items.popleft()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings of the engine: part finishers, retention policy, provenance.
+class Engine:
+    """See the module. ``begin`` first; ``end`` last.
 
     ``records_policy`` is False for a command: the policy of the last trainer stays recorded.
     """
 
-    finishers: Mapping[str, PartFinisher]
-    retention: Policy
-    provenance: Mapping[str, str]
-    visibility_timeout_s: float
-    layout: Layout
-    records_policy: bool = True
-
-
-class Engine:
-    """See the module. ``begin`` first; ``end`` last."""
-
     def __init__(
-        self, storage: Storage, clock: Clock, ownership: RootOwnership, settings: EngineSettings
+        self,
+        storage: Storage,
+        clock: Clock,
+        ownership: RootOwnership,
+        assembly_of: Callable[[Checkpoint, str], Assembly],
+        layout: Layout,
+        news: NewsQueue,
+        retention: Policy,
+        *,
+        records_policy: bool = True,
     ) -> None:
         self.ledger = Ledger()
         self.moves = 0
-        self.news = NewsQueue()
-        assembly = partial(
-            Assembly,
-            storage,
-            clock,
-            ownership.tag,
-            settings.finishers,
-            settings.provenance,
-            settings.visibility_timeout_s,
-            settings.layout,
-        )
-        self.layout = settings.layout
-        self.publisher = Publisher(
-            storage, ownership.tag, ownership.check, assembly, settings.layout
-        )
-        self.mover = Mover(storage, ownership.tag, ownership.check, settings.layout)
+        self.news = news
+        self.layout = layout
+        self.check_epoch = ownership.check  # raises ``Fenced`` if a newer manager owns the root
+        self.publisher = Publisher(storage, ownership.tag, ownership.check, assembly_of, layout)
+        self.mover = Mover(storage, ownership.tag, ownership.check, layout)
         self._storage = storage
         self._clock = clock
         self._ownership = ownership
-        self._retention = settings.retention
-        self._records_policy = settings.records_policy
+        self._retention = retention
+        self._records_policy = records_policy
         self._journal = JournalWriter(storage, ownership.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0
@@ -424,9 +407,6 @@ class Engine:
         """Run a command. A failure is pending; that of ``Finalize`` before publishing fails the
         attempt."""
         checkpoint = self.ledger.checkpoints.get(command.of)
-        if isinstance(command, Quarantine):
-            self._retriable(command, self._run_quarantine, command)
-            return
         if checkpoint is None:
             return
         match command:
@@ -442,6 +422,8 @@ class Engine:
                 self._retriable(command, self._run_prune, checkpoint)
             case CleanUp():
                 self._retriable(command, self._run_clean_up, checkpoint)
+            case Quarantine():
+                self._retriable(command, self._run_quarantine, checkpoint)
 
     def _retriable(self, command: Command, run: Callable[[T], None], subject: T) -> None:
         try:
@@ -588,12 +570,11 @@ class Engine:
             return not self.mover.lies_in(TRASH, other)
         return other.state is not State.QUARANTINED
 
-    def _run_quarantine(self, command: Quarantine) -> None:
+    def _run_quarantine(self, checkpoint: Checkpoint) -> None:
         """Move a withdrawn checkpoint.
 
         If the tracker names it, move the tracker to the newest left first (I2).
         """
-        checkpoint = self.ledger.checkpoints[command.of]
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED)
         living += [c for c in self.ledger.in_state(*UNPUBLISHED, State.FAILED) if c.in_place]
         alone = not any(other.step == checkpoint.step for other in living)
@@ -669,10 +650,6 @@ class Engine:
                 f"there is no checkpoint of step {step}", step=step, available=available[-20:]
             )
         return checkpoint
-
-    def check_epoch(self) -> None:
-        """Raise ``Fenced`` if a newer manager owns the root."""
-        self._ownership.check()
 
     def raise_if_fenced(self, error: Exception) -> None:
         """Raise ``Fenced`` if ``error`` comes from files that a newer manager moved away."""

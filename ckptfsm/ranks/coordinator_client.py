@@ -267,7 +267,7 @@ class CoordinatorClient:
             return False
         ended = self._coordinator.fatal is not None and not self._fatal_taken
         answered = self._late is not None and self._late.done()
-        return ended or answered or self._coordinator.has_news_since(self.taken)
+        return ended or answered or self._coordinator.news.has(self.taken)
 
     def collect(self) -> Update:
         """At rank 0: the coordinator's untaken news, and the error that ended it."""
@@ -280,8 +280,8 @@ class CoordinatorClient:
                 say(log.error, "coordinator_error", said, error=describe(error))
         late = self._late  # checked before the news are read, which include its news then
         awaiting = late is not None and not late.done()
-        self._coordinator.forget_news(self.taken)
-        return Update(self._coordinator.news_since(self.taken), self._coordinator.fatal, awaiting)
+        self._coordinator.news.forget(self.taken)
+        return Update(self._coordinator.news.since(self.taken), self._coordinator.fatal, awaiting)
 
     def catch_up(self) -> None:
         """At rank 0: treat an interrupted question as one that is answered late."""

@@ -209,9 +209,9 @@ class FakeJob:
 
     def take_news(self) -> list[News]:
         """The news since the last call, in order."""
-        news = self.coordinator.news_since(0)
+        news = self.coordinator.news.since(0)
         if news:
-            self.coordinator.forget_news(news[-1][0] + 1)
+            self.coordinator.news.forget(news[-1][0] + 1)
         return [item for _, item in news]
 
     def _listen(self) -> None:

@@ -28,6 +28,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Identity
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import KeepAll, Policy
+from ckptfsm.disk.assembly import Assembly
 from proof.exhaustive_disk import (
     EMPTY,
     Dir,
@@ -468,8 +470,13 @@ def load(run: Run, scope: Scope) -> Coordinator:
     live = run.world.live
     if live is None:
         return made
-    settings = engine_module.EngineSettings({}, scope.retention, {}, 0.0, layout.MEGATRON)
-    engine = engine_module.Engine(run.disk, CLOCK, run.lease, settings)  # type: ignore[arg-type]
+    disk: Any = run.disk
+    lease: Any = run.lease
+    names = layout.MEGATRON
+    assembly_of = partial(Assembly, disk, CLOCK, lease.tag, {}, {}, 0.0, names)
+    engine = engine_module.Engine(
+        disk, CLOCK, lease, assembly_of, names, made.news, scope.retention
+    )
     engine.ledger = ledger_module.Ledger(
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
     )
