@@ -92,12 +92,12 @@ def decide_prune(facts: PruneFacts) -> PruneDecision:
     """Decide whether a directory goes to the trash (I7), and after that move, whether it stays
     there.
     """
-    return (
-        _kept_as_the_last(facts)
-        or _kept_by_people(facts)
-        or _kept_by_tracker(facts)
-        or PruneDecision.MOVE
-    )
+    if kept := _kept_wherever_it_lies(facts):
+        return kept
+    tracked = facts.holds.tracker_step
+    if tracked is None or tracked <= facts.step:
+        return PruneDecision.KEEP_TRACKER
+    return PruneDecision.KEEP_NOT_OURS if facts.holds.not_ours else PruneDecision.MOVE
 
 
 def decide_left(facts: PruneFacts, name_taken: bool) -> PruneDecision:
@@ -108,7 +108,7 @@ def decide_left(facts: PruneFacts, name_taken: bool) -> PruneDecision:
     """
     named = not name_taken and facts.holds.tracker_step == facts.step
     nothing_else = PruneDecision.KEEP_NAMED if named else PruneDecision.MOVE
-    return _kept_as_the_last(facts) or _kept_by_people(facts) or nothing_else
+    return _kept_wherever_it_lies(facts) or nothing_else
 
 
 def decide_return(left: PruneDecision, name_taken: bool) -> ReturnDecision:
@@ -118,24 +118,15 @@ def decide_return(left: PruneDecision, name_taken: bool) -> ReturnDecision:
     return ReturnDecision.NAME_TAKEN if name_taken else ReturnDecision.BRING_BACK
 
 
-def _kept_as_the_last(facts: PruneFacts) -> PruneDecision | None:
+def _kept_wherever_it_lies(facts: PruneFacts) -> PruneDecision | None:
     """Keep the last checkpoint of a step: the newer one may be another attempt at the same step."""
     if facts.newer_step < facts.step:
         return PruneDecision.KEEP_NOTHING_NEWER
-    return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING
-
-
-def _kept_by_people(facts: PruneFacts) -> PruneDecision | None:
+    if not facts.newer_is_there:
+        return PruneDecision.KEEP_NEWER_MISSING
     if facts.holds.pinned:
         return PruneDecision.KEEP_PINNED
     return PruneDecision.KEEP_READER if facts.holds.leased else None
-
-
-def _kept_by_tracker(facts: PruneFacts) -> PruneDecision | None:
-    tracked = facts.holds.tracker_step
-    if tracked is None or tracked <= facts.step:
-        return PruneDecision.KEEP_TRACKER
-    return PruneDecision.KEEP_NOT_OURS if facts.holds.not_ours else None
 
 
 def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:

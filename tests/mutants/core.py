@@ -185,14 +185,14 @@ LEDGER = (
         "newest = self.in_state(State.TRACKED, *IN_FLIGHT)\n"
         "return [self._offer(c, newest[-1].step, preserved) for c in tracked]",
         (
-            "core.keeping:_kept_by_tracker",
+            "core.keeping:decide_prune",
             "if tracked is None or tracked <= facts.step:",
             "if tracked is None:",
         ),
         (
-            "core.keeping:_kept_as_the_last",
-            "return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING",
-            "return None",
+            "core.keeping:_kept_wherever_it_lies",
+            "if not facts.newer_is_there:",
+            "if False:",
         ),
         breaks="I7",
         source="Megatron-Bridge #5184",

@@ -229,9 +229,9 @@ LOOKS = (
     ),
     mutant(
         "a-mount-is-pruned",
-        "core.keeping:_kept_by_tracker",
-        "return PruneDecision.KEEP_NOT_OURS if facts.holds.not_ours else None",
-        "return None",
+        "core.keeping:decide_prune",
+        "return PruneDecision.KEEP_NOT_OURS if facts.holds.not_ours else PruneDecision.MOVE",
+        "return PruneDecision.MOVE",
         breaks="F16",
         source="F16",
         why="no rename can move a mount, so that the prune is tried for ever",
@@ -239,8 +239,9 @@ LOOKS = (
     mutant(
         "prune-does-not-look-for-pins",
         "core.keeping:decide_prune",
-        "_kept_as_the_last(facts)\nor _kept_by_people(facts)",
-        "_kept_as_the_last(facts)",
+        "if kept := _kept_wherever_it_lies(facts):",
+        "people = (PruneDecision.KEEP_PINNED, PruneDecision.KEEP_READER)\n"
+        "if (kept := _kept_wherever_it_lies(facts)) and kept not in people:",
         breaks="I7",
         source="F27",
     ),
@@ -278,7 +279,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-read-the-tracker",
-        "core.keeping:_kept_by_tracker",
+        "core.keeping:decide_prune",
         "if tracked is None or tracked <= facts.step:",
         "if False:",
         breaks="I2",
@@ -287,9 +288,9 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-at-the-newer-one",
-        "core.keeping:_kept_as_the_last",
-        "return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING",
-        "return None",
+        "core.keeping:_kept_wherever_it_lies",
+        "if not facts.newer_is_there:",
+        "if False:",
         breaks="I2",
         source="F19",
     ),
@@ -626,8 +627,9 @@ FENCES = (
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
         "core.keeping:decide_left",
-        "return _kept_as_the_last(facts) or _kept_by_people(facts) or nothing_else",
-        "return _kept_by_people(facts) or nothing_else",
+        "return _kept_wherever_it_lies(facts) or nothing_else",
+        "held = facts.holds.pinned or facts.holds.leased\n"
+        "return PruneDecision.KEEP_PINNED if held else nothing_else",
         breaks="I7",
         source="F17",
         why="the newer one, which made it removable, was damaged since: the last whole one is deleted",

@@ -66,7 +66,12 @@ def the_latest_is_offered(monkeypatch):
 
 
 def no_second_look(monkeypatch):
-    monkeypatch.setattr(keeping, "_kept_by_people", lambda facts: None)
+    def kept(facts):
+        return kept_wherever_it_lies(replace(facts, holds=replace(facts.holds, **nobody)))
+
+    nobody = {"pinned": False, "leased": False}
+    kept_wherever_it_lies = keeping._kept_wherever_it_lies
+    monkeypatch.setattr(keeping, "_kept_wherever_it_lies", kept)
 
 
 def the_finalized_are_passed_over(monkeypatch):

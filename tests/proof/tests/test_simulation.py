@@ -206,7 +206,13 @@ def test_F1_an_ignored_exit_code_is_found(monkeypatch):
 def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     real = Ledger.protected
     monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
-    monkeypatch.setattr(keeping, "_kept_by_people", lambda facts: None)
+
+    def kept(facts):
+        return kept_wherever_it_lies(replace(facts, holds=replace(facts.holds, **nobody)))
+
+    nobody = {"pinned": False, "leased": False}
+    kept_wherever_it_lies = keeping._kept_wherever_it_lies
+    monkeypatch.setattr(keeping, "_kept_wherever_it_lies", kept)
     assert first_failure().promise == "I7"
 
 
