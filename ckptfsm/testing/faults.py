@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from ckptfsm.core.ports import FileKind, FileStat, Storage
 from ckptfsm.testing.one_by_one import contents_of, entries_of, kinds_of
@@ -24,7 +25,32 @@ from ckptfsm.testing.simfs import ProcessDead
 Hook = Callable[[int, str, str], None]
 """Called with the index of the call (from 0), the method, and the path (``src -> dst`` for two)."""
 
-_T = TypeVar("_T")
+
+def _counted(method: str) -> Any:
+    """A changing call of the port, with hooks around it."""
+
+    def call(self: FaultStorage, first: Any, *others: Any, **options: Any) -> Any:
+        path = first if isinstance(first, str) else self._path_of(first)
+        if method in ("rename", "link"):
+            path = f"{path} -> {others[0]}"
+        made = self._do(
+            method, path, partial(getattr(self.inner, method), first, *others, **options)
+        )
+        if method in ("open_exclusive", "open_existing"):
+            self._paths[made] = path
+        return made
+
+    return call
+
+
+def _passed_on(method: str) -> Any:
+    """A call of the port that changes nothing."""
+
+    def call(self: FaultStorage, *arguments: Any, **options: Any) -> Any:
+        self._alive()
+        return getattr(self.inner, method)(*arguments, **options)
+
+    return call
 
 
 class FaultStorage:
@@ -49,91 +75,39 @@ class FaultStorage:
         self._reading: set[int] = set()
         self._dead: ProcessDead | None = None
 
-    # -- changing calls ------------------------------------------------------------------------
+    open_exclusive = _counted("open_exclusive")
+    open_existing = _counted("open_existing")
+    write = _counted("write")
+    pwrite = _counted("pwrite")
+    allocate = _counted("allocate")
+    truncate = _counted("truncate")
+    fsync = _counted("fsync")
+    rename = _counted("rename")
+    link = _counted("link")
+    mkdir = _counted("mkdir")
+    rmdir = _counted("rmdir")
+    unlink = _counted("unlink")
+    touch = _counted("touch")
+    fsync_dir = _counted("fsync_dir")
 
-    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
-        def create() -> int:
-            return self.inner.open_exclusive(path, direct=direct)
-
-        handle = self._do("open_exclusive", path, create)
-        self._paths[handle] = path
-        return handle
-
-    def open_existing(self, path: str) -> int:
-        handle = self._do("open_existing", path, lambda: self.inner.open_existing(path))
-        self._paths[handle] = path
-        return handle
-
-    def write(self, handle: int, data: bytes | memoryview) -> int:
-        path = self._path_of(handle)
-        return self._do("write", path, lambda: self.inner.write(handle, data))
-
-    def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
-        path = self._path_of(handle)
-        return self._do("pwrite", path, lambda: self.inner.pwrite(handle, data, offset))
-
-    def allocate(self, handle: int, size: int) -> bool:
-        path = self._path_of(handle)
-        return self._do("allocate", path, lambda: self.inner.allocate(handle, size))
-
-    def truncate(self, handle: int, size: int) -> None:
-        path = self._path_of(handle)
-        self._do("truncate", path, lambda: self.inner.truncate(handle, size))
-
-    def fsync(self, handle: int) -> None:
-        lose = getattr(self.inner, "lose_dirty", None)  # only a simulated disk has it
-        failed = (lambda: lose(handle)) if lose is not None else None
-        self._do("fsync", self._path_of(handle), lambda: self.inner.fsync(handle), failed)
+    listdir = _passed_on("listdir")
+    stat = _passed_on("stat")
+    pread = _passed_on("pread")
+    read = _passed_on("read")
+    free_bytes = _passed_on("free_bytes")
+    digest = _passed_on("digest")
+    try_lock = _passed_on("try_lock")
+    unlock = _passed_on("unlock")
+    absolute = _passed_on("absolute")
 
     def close(self, handle: int) -> None:
-        def close() -> None:
-            self.inner.close(handle)
-
         if handle in self._reading:
             self._alive()
             self._reading.discard(handle)
             self.inner.close(handle)
             return
-        # A close that reports an error has still released the descriptor.
-        self._do("close", self._path_of(handle), close, close)
+        self._do("close", self._path_of(handle), partial(self.inner.close, handle))
         self._paths.pop(handle, None)
-
-    def rename(self, src: str, dst: str) -> None:
-        self._do("rename", f"{src} -> {dst}", lambda: self.inner.rename(src, dst))
-
-    def link(self, src: str, dst: str) -> None:
-        self._do("link", f"{src} -> {dst}", lambda: self.inner.link(src, dst))
-
-    def mkdir(self, path: str) -> None:
-        self._do("mkdir", path, lambda: self.inner.mkdir(path))
-
-    def rmdir(self, path: str) -> None:
-        self._do("rmdir", path, lambda: self.inner.rmdir(path))
-
-    def unlink(self, path: str) -> None:
-        self._do("unlink", path, lambda: self.inner.unlink(path))
-
-    def touch(self, path: str) -> None:
-        self._do("touch", path, lambda: self.inner.touch(path))
-
-    def fsync_dir(self, path: str) -> None:
-        self._do("fsync_dir", path, lambda: self.inner.fsync_dir(path))
-
-    # -- the others: not counted ---------------------------------------------------------------
-
-    def listdir(self, path: str) -> list[str]:
-        self._alive()
-        return self.inner.listdir(path)
-
-    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        return entries_of(self, path)
-
-    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        return kinds_of(self, path)
-
-    def stat(self, path: str) -> FileStat:
-        self._alive()
-        return self.inner.stat(path)
 
     def open_reading(self, path: str, *, direct: bool = False) -> int:
         self._alive()
@@ -141,46 +115,22 @@ class FaultStorage:
         self._reading.add(handle)
         return handle
 
-    def pread(self, handle: int, into: memoryview, offset: int) -> int:
-        self._alive()
-        return self.inner.pread(handle, into, offset)
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        return entries_of(self, path)
 
-    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
-        self._alive()
-        return self.inner.read(path, limit, offset)
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        return kinds_of(self, path)
 
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
         return contents_of(self, directory, names, limit)
 
-    def free_bytes(self) -> int:
-        self._alive()
-        return self.inner.free_bytes()
-
-    def digest(self, path: str) -> str:
-        self._alive()
-        return self.inner.digest(path)
-
-    def try_lock(self, path: str) -> int | None:
-        self._alive()
-        return self.inner.try_lock(path)
-
-    def unlock(self, handle: int) -> None:
-        self._alive()
-        self.inner.unlock(handle)
-
     def close_root(self) -> None:
         self.inner.close_root()
 
-    def absolute(self, path: str) -> str:
-        self._alive()
-        return self.inner.absolute(path)
-
     def descriptors(self) -> tuple[int, ...]:
         return self.inner.descriptors()
-
-    # -- inside --------------------------------------------------------------------------------
 
     def _alive(self) -> None:
         if self._dead is not None:
@@ -189,17 +139,8 @@ class FaultStorage:
     def _path_of(self, handle: int) -> str:
         return self._paths.get(handle, f"#{handle}")
 
-    def _do(
-        self,
-        method: str,
-        path: str,
-        call: Callable[[], _T],
-        failed: Callable[[], object] | None = None,
-    ) -> _T:
-        """Count a call and run the hooks around it.
-
-        ``failed`` runs even if an error is injected before.
-        """
+    def _do(self, method: str, path: str, call: partial[Any]) -> Any:
+        """Count a call and run the hooks around it."""
         self._alive()
         index = len(self.calls)
         self.calls.append((method, path))
@@ -208,8 +149,7 @@ class FaultStorage:
                 try:
                     self.before(index, method, path)
                 except OSError:
-                    if failed is not None:
-                        failed()
+                    self._fail(method, call)
                     raise
             result = call()
             if self.after is not None:
@@ -218,6 +158,12 @@ class FaultStorage:
             self._dead = dead
             raise
         return result
+
+    def _fail(self, method: str, call: partial[Any]) -> None:
+        if method == "close":  # one that reports an error has still released the descriptor
+            call()
+        elif method == "fsync" and hasattr(self.inner, "lose_dirty"):  # a simulated disk has it
+            self.inner.lose_dirty(*call.args)
 
 
 def fail_at(index: int, code: int) -> Hook:

@@ -6,22 +6,12 @@ For storages that count, replace or fail the calls for one file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any
 
 from ckptfsm.core.ports import FileKind, FileStat
 
 
-class LooksAtOne(Protocol):
-    """The part of the storage port that these functions call."""
-
-    def listdir(self, path: str) -> list[str]: ...
-
-    def stat(self, path: str) -> FileStat: ...
-
-    def read(self, path: str, limit: int, offset: int = 0) -> bytes: ...
-
-
-def entries_of(storage: LooksAtOne, path: str) -> Iterator[tuple[str, FileStat]]:
+def entries_of(storage: Any, path: str) -> Iterator[tuple[str, FileStat]]:
     """``Storage.entries``, by ``listdir`` and ``stat``."""
     for name in storage.listdir(path):
         try:
@@ -31,13 +21,13 @@ def entries_of(storage: LooksAtOne, path: str) -> Iterator[tuple[str, FileStat]]
         yield name, stat
 
 
-def kinds_of(storage: LooksAtOne, path: str) -> Iterator[tuple[str, FileKind]]:
+def kinds_of(storage: Any, path: str) -> Iterator[tuple[str, FileKind]]:
     """``Storage.kinds``, by ``listdir`` and ``stat``."""
     return ((name, stat.kind) for name, stat in entries_of(storage, path))
 
 
 def contents_of(
-    storage: LooksAtOne, directory: str, names: Iterable[str], limit: int
+    storage: Any, directory: str, names: Iterable[str], limit: int
 ) -> Iterator[tuple[str, bytes]]:
     """``Storage.read_each``, by ``read``."""
     for name in names:
