@@ -65,7 +65,7 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "checks": ("assert_policy_sound", "assert_writer_sound", "Unsound"),
         "conformance": ("assert_journal_conforms", "Conformance", "JournalViolation"),
-        "invariants": ("check_root", "check_directory", "RootBroken", "Watch"),
+        "invariants": ("check_root", "check_directory", "RootBroken"),
         "strategies": ("steps", "layouts", "policies", "checkpoint_infos", "ledgers", "evidences"),
         "simfs": ("SimDisk", "SimStorage", "ProcessDead"),
         "faults": ("FaultStorage", "fail_at", "crash_at", "pause_at"),

@@ -22,7 +22,7 @@ from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.invariants import RootBroken, Watch
+from ckptfsm.testing.invariants import RootBroken
 from ckptfsm.testing.simfs import SimStorage
 from proof.coverage import Coverage
 from proof.sim.damage import (
@@ -37,6 +37,7 @@ from proof.sim.groups import start_controller
 from proof.sim.job import LAYOUTS, Job, Op, Reader, draw_script
 from proof.sim.people import Person
 from proof.sim.site import Site
+from proof.sim.watch import Watch
 from proof.sim.world import SimulationFailed, Task, World
 
 _SECOND_RECOVERY = 4  # of so many runs one: it costs another job

@@ -10,11 +10,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.testing.invariants import RootBroken, Watch, check_root
+from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimStorage
 from proof.coverage import Coverage
 from proof.sim.faults import Faults, can_strike, number_of
 from proof.sim.late import LateNames
+from proof.sim.watch import Watch
 from proof.sim.world import Process, SimulationFailed, World
 
 _SLOW_S = 2.0

@@ -30,6 +30,7 @@ from proof.sim.ports import WorldGroup, WorldTransport
 from proof.sim.run import _TIMES, Scenario
 from proof.sim.site import Site
 from proof.sim.storage import WorldStorage
+from proof.sim.watch import Confirmed, JournalModel, Watch
 from proof.sim.world import Process, World
 
 import ckptfsm.disk.durable as durable
@@ -51,7 +52,7 @@ from ckptfsm.disk.publishing import Publisher
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.participant import Participant
 from ckptfsm.testing import invariants
-from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
+from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import RankWriter
 
