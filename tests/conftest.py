@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import profiles
 import pytest
 from hypothesis import settings
 from lanes import is_for_gate
 
-from ckptfsm.testing import profiles
 from ckptfsm.testing.conformance import JournalViolation, check_segments, read_segments
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 

@@ -10,7 +10,7 @@ import errno
 from collections.abc import Callable, Collection, Sequence
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.errors import CkptFsmError
@@ -21,7 +21,6 @@ from ckptfsm.core.retention import CheckpointInfo, Policy, immutable
 from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, check_root
-from ckptfsm.testing.profiles import profile
 from ckptfsm.testing.simfs import Crash, ProcessDead, SimDisk, SimStorage
 from ckptfsm.testing.strategies import checkpoint_infos
 from ckptfsm.writers.rank_writer import write_rank
@@ -49,7 +48,13 @@ def assert_policy_sound(policy: Policy, *, keeps: Keeps | None = None, examples:
     the shortest example.
     """
 
-    @settings(profile("pr"), max_examples=examples)
+    @settings(  # the same examples every time
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(checkpoint_infos())
     def check(checkpoints: list[CheckpointInfo]) -> None:  # Hypothesis drives functions only
         _check_answer(policy, keeps, checkpoints)

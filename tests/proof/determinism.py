@@ -28,11 +28,11 @@ from random import Random
 
 from fieldbugs.catalogue import REPORTS
 from fieldbugs.model import search as search_model
+from profiles import profile
 
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.testing.conformance import read_segments
-from ckptfsm.testing.profiles import profile
 from ckptfsm.testing.simfs import SimStorage
 from proof.corruption import Bench, make_template
 from proof.coverage import Coverage, watch_moves

@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 from hypothesis.stateful import run_state_machine_as_test
 from hypothesis.statistics import collector
+from profiles import profile
 
-from ckptfsm.testing.profiles import profile
 from proof.coverage import watch_moves
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.ledger_machine import LedgerMachine

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptfsm.core.ports import FileStat
 from ckptfsm.testing.simfs import ProcessDead, SimStorage
 from proof.sim.faults import READS, errno_for
 from proof.sim.late import ancestry
@@ -28,6 +27,17 @@ _CREATES = frozenset({"open_exclusive", "mkdir", "rename", "link"})
 _REMOVES = frozenset({"unlink", "rmdir", "rename"})
 
 
+def _call(method: str, *, names: bool = False) -> Any:
+    """A call of the port. ``names``: it needs a name that this host sees."""
+
+    def call(self: WorldStorage, *arguments: Any, **options: Any) -> Any:
+        if names:
+            self._check_visible(arguments[0])
+        return self._call(method, partial(getattr(SimStorage, method), self, **options), *arguments)
+
+    return call
+
+
 class WorldStorage(SimStorage):
     """``Storage`` of one process of a ``Site``."""
 
@@ -36,14 +46,25 @@ class WorldStorage(SimStorage):
         self.site = site
         self.owner = owner
 
-    # -- changing calls ------------------------------------------------------------------------
-
-    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
-        return self._call("open_exclusive", partial(super().open_exclusive, direct=direct), path)
-
-    def open_existing(self, path: str) -> int:
-        self._check_visible(path)
-        return self._call("open_existing", super().open_existing, path)
+    open_exclusive = _call("open_exclusive")
+    open_existing = _call("open_existing", names=True)
+    fsync = _call("fsync")
+    close = _call("close")
+    rename = _call("rename")
+    link = _call("link")
+    mkdir = _call("mkdir")
+    rmdir = _call("rmdir")
+    unlink = _call("unlink")
+    touch = _call("touch")
+    fsync_dir = _call("fsync_dir")
+    try_lock = _call("try_lock")
+    unlock = _call("unlock")
+    stat = _call("stat", names=True)
+    open_reading = _call("open_reading", names=True)
+    pread = _call("pread")
+    read = _call("read", names=True)
+    digest = _call("digest", names=True)
+    free_bytes = _call("free_bytes")
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
         return self._write("write", handle, data, None)
@@ -59,68 +80,11 @@ class WorldStorage(SimStorage):
         truncate = super().truncate
         self._judged(handle, lambda: self._call("truncate", truncate, handle, size))
 
-    def fsync(self, handle: int) -> None:
-        self._call("fsync", super().fsync, handle)
-
-    def close(self, handle: int) -> None:
-        self._call("close", super().close, handle)
-
-    def rename(self, src: str, dst: str) -> None:
-        self._call("rename", super().rename, src, dst)
-
-    def link(self, src: str, dst: str) -> None:
-        self._call("link", super().link, src, dst)
-
-    def mkdir(self, path: str) -> None:
-        self._call("mkdir", super().mkdir, path)
-
-    def rmdir(self, path: str) -> None:
-        self._call("rmdir", super().rmdir, path)
-
-    def unlink(self, path: str) -> None:
-        self._call("unlink", super().unlink, path)
-
-    def touch(self, path: str) -> None:
-        self._call("touch", super().touch, path)
-
-    def fsync_dir(self, path: str) -> None:
-        self._call("fsync_dir", super().fsync_dir, path)
-
-    def try_lock(self, path: str) -> int | None:
-        return self._call("try_lock", super().try_lock, path)
-
-    def unlock(self, handle: int) -> None:
-        self._call("unlock", super().unlock, handle)
-
-    # -- reading -------------------------------------------------------------------------------
-
     def listdir(self, path: str) -> list[str]:
         names = self._call("listdir", super().listdir, path)
         if path == ".ckptfsm/epochs":
             self.site.watch.looked(self.owner.name)
         return self._as_seen(path, names) if self.site.lag_s else names
-
-    def stat(self, path: str) -> FileStat:
-        self._check_visible(path)
-        return self._call("stat", super().stat, path)
-
-    def open_reading(self, path: str, *, direct: bool = False) -> int:
-        self._check_visible(path)
-        return self._call("open_reading", partial(super().open_reading, direct=direct), path)
-
-    def pread(self, handle: int, into: memoryview, offset: int) -> int:
-        return self._call("pread", super().pread, handle, into, offset)
-
-    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
-        self._check_visible(path)
-        return self._call("read", super().read, path, limit, offset)
-
-    def digest(self, path: str) -> str:
-        self._check_visible(path)
-        return self._call("digest", super().digest, path)
-
-    def free_bytes(self) -> int:
-        return self._call("free_bytes", super().free_bytes)
 
     # -- one call ------------------------------------------------------------------------------
 

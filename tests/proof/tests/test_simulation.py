@@ -22,6 +22,7 @@ from proof import exhaustive, simulation
 from proof.coverage import Coverage
 from proof.layer import Budget, LayerResult
 from proof.sim import Run, SimulationFailed, simulate
+from proof.sim import watch as watch_module
 from proof.sim.answers import REPLAYED
 from proof.sim.damage import draw_meddling
 from proof.sim.faults import Faults, can_strike
@@ -51,7 +52,6 @@ from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.participant import Participant
-from ckptfsm.testing import invariants
 from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import RankWriter
@@ -640,7 +640,7 @@ def test_I8_the_watch_tells_a_hopeless_root(monkeypatch):
             raise RootBroken(f"I4: {name}")
         return whole[name]
 
-    monkeypatch.setattr(invariants, "check_directory", check)
+    monkeypatch.setattr(watch_module, "check_directory", check)
     assert watch.hopeless()
     for name in ("iter_0000001", "iter_0000002", "iter_0900000"):
         storage.mkdir(name)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from hypothesis.statistics import collector
+from profiles import profile
 from proof import suites
 from proof.layer import Budget
 from proof.recovery_machine import RecoveryMachine
@@ -16,7 +17,6 @@ from ckptfsm.core import ledger, lifecycle, recovery_rules
 from ckptfsm.core.errors import IllegalTransition
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.disk.publishing import Publisher
-from ckptfsm.testing.profiles import profile
 
 
 def test_a_broken_guard_is_a_violation_with_its_history(monkeypatch):
