@@ -101,24 +101,9 @@ _AGREED = "save_interval_s, end_of_allocation, agree_when_idle or preemption_sig
 
 
 class CheckpointConfig(BaseModel):
-    """The configuration of a ``CheckpointManager``. Raises ``ConfigError`` for bad values.
+    """The configuration of a ``CheckpointManager``; each field describes itself.
 
-    - ``save_interval_steps``, ``save_steps``: the steps to save at.
-    - ``save_interval_s``: seconds between saves, by the coordinator's clock.
-    - ``preemption_signals``: names of signals that ask for a save; by default no handler is
-      installed.
-    - ``end_of_allocation``: the end of the job, before which a last save is due.
-    - ``agree_when_idle``: lets ``request_save`` work without any of the last three.
-    - ``retention``: the checkpoints to keep.
-    - ``on_failure``: after a failed save, ``raise``, ``warn`` or ``save_again(n)``.
-    - ``on_busy``: while another save is in flight, ``wait``, ``skip`` or ``raise``.
-    - ``ranks_disagree``: ``warn`` of values that differ by rank, or ``refuse`` the save.
-    - ``resume``: ``fallback`` to an older checkpoint if the latest is damaged, ``strict`` (raise
-      then), or ``fresh``.
-    - ``verify``: how deep ``restore`` verifies.
-    - ``engine``: how a save gets its copy of the state.
-    - ``progress``: how rank 0 shows the save in flight.
-    - ``on_tracked``: jobs that run after a checkpoint is tracked, see ``Job``.
+    Raises ``ConfigError`` for bad values.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)

@@ -1,9 +1,7 @@
 """Everything the library writes to disk, as pydantic models: journal records, receipts, manifests.
 
-Rules: frozen, strict, no unknown fields. ``schema_version`` is checked first, so that a document of
-a newer version is refused with ``NewerSchema`` and never rewritten. Receipts and manifests begin
-with a checksum of their other bytes, so that a flipped bit is detected. ``durable.read_document``
-refuses a document that is too large. Names of files inside a document must be plain relative names.
+A document of a newer ``schema_version`` is refused with ``NewerSchema`` and never rewritten. Receipts
+and manifests begin with a checksum of their other bytes, so that a flipped bit is detected.
 """
 
 from __future__ import annotations
@@ -447,16 +445,20 @@ def first_problem(error: ValidationError) -> str:
 
 def part_records(parts: tuple[PartSpec, ...]) -> tuple[Part, ...]:
     """Declared parts as documents carry them."""
-    return tuple(
-        Part(
-            name=p.name,
-            kind=p.kind,
-            directory=p.directory,
-            ranks=p.ranks,
-            optional=p.optional,
-        )
-        for p in parts
-    )
+    return tuple(Part.model_validate(part, from_attributes=True) for part in parts)
+
+
+_ALIKE = (  # fields of a checkpoint and its record that hold the same value
+    "state",
+    "world_size",
+    "in_place",
+    "provenance",
+    "run_seconds",
+    "shard_bytes",
+    "manifest_crc",
+    "reason",
+    "detail",
+)
 
 
 def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
@@ -465,33 +467,17 @@ def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
         step=checkpoint.id.step,
         epoch=checkpoint.id.epoch,
         attempt=checkpoint.id.attempt,
-        state=checkpoint.state,
         parts=part_records(checkpoint.parts),
-        world_size=checkpoint.world_size,
-        in_place=checkpoint.in_place,
-        provenance=checkpoint.provenance,
         metrics=dict(checkpoint.metrics),
-        run_seconds=checkpoint.run_seconds,
-        shard_bytes=checkpoint.shard_bytes,
-        manifest_crc=checkpoint.manifest_crc,
-        reason=checkpoint.reason,
-        detail=checkpoint.detail,
+        **{name: getattr(checkpoint, name) for name in _ALIKE},
     )
 
 
 def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
     """The inverse of ``checkpoint_record``."""
     return Checkpoint(
-        id=AttemptId(record.step, record.epoch, record.attempt),
-        state=record.state,
+        AttemptId(record.step, record.epoch, record.attempt),
         parts=tuple(part.spec() for part in record.parts),
-        world_size=record.world_size,
-        in_place=record.in_place,
-        provenance=record.provenance,
         metrics=tuple(sorted(record.metrics.items())),
-        run_seconds=record.run_seconds,
-        shard_bytes=record.shard_bytes,
-        manifest_crc=record.manifest_crc,
-        reason=record.reason,
-        detail=record.detail,
+        **{name: getattr(record, name) for name in _ALIKE},
     )

@@ -3,9 +3,8 @@
 A ``Layout`` holds the differences between trainers: the name of a step's directory, and where in it
 a stock reader looks for torch_dist directories. All other names are the same for every trainer.
 
-Rules: a name is accepted only if building it again gives the same text. So ``iter_5``,
-``iter_+0000005`` or a step of a thousand digits is not taken for a checkpoint. Paths are relative
-to the root (see ``ports``).
+A name is accepted only if building it again gives the same text. So ``iter_5``, ``iter_+0000005`` or a
+step of a thousand digits is not taken for a checkpoint. Paths are relative to the root (see ``ports``).
 """
 
 from __future__ import annotations
@@ -94,17 +93,13 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 )
 
 
-def attempt_name(of: AttemptId) -> str:
-    return f"{of.step}.e{of.epoch}.a{of.attempt}"
-
-
 def parse_attempt(name: str) -> AttemptId | None:
     """The attempt of a staging, trash or quarantine name, or None."""
     found = _ATTEMPT.match(name)
     if not found:
         return None
     of = AttemptId(int(found[1]), int(found[2]), int(found[3]))
-    return of if of.step <= MAX_STEP and attempt_name(of) == name else None
+    return of if of.step <= MAX_STEP and str(of) == name else None
 
 
 def parse_aside(name: str) -> AttemptId | None:
@@ -116,26 +111,26 @@ def parse_aside(name: str) -> AttemptId | None:
 
 
 def staging_dir(of: AttemptId) -> str:
-    return f"{STAGING}/{attempt_name(of)}"
+    return f"{STAGING}/{of}"
 
 
 def trash_dir(of: AttemptId) -> str:
-    return f"{TRASH}/{attempt_name(of)}"
+    return f"{TRASH}/{of}"
 
 
 def begun_name(of: AttemptId) -> str:
     """An empty directory inside a directory in place: its name is the attempt that began there."""
-    return f"{PRIVATE}/{BEGUN}{attempt_name(of)}"
+    return f"{PRIVATE}/{BEGUN}{of}"
 
 
 def gone_dir(of: AttemptId) -> str:
     """The trash name of files that may be deleted: ``parse_aside`` does not read it as an attempt."""
-    return f"{TRASH}/{GONE}{attempt_name(of)}"
+    return f"{TRASH}/{GONE}{of}"
 
 
 def left_out_name(of: AttemptId) -> str:
     """The trash name of a part that was left out: ``parse_aside`` does not read it as an attempt."""
-    return f"part-{attempt_name(of)}"
+    return f"part-{of}"
 
 
 def is_given_up(name: str) -> bool:
@@ -144,7 +139,7 @@ def is_given_up(name: str) -> bool:
 
 
 def quarantine_dir(of: AttemptId) -> str:
-    return f"{QUARANTINE}/{attempt_name(of)}"
+    return f"{QUARANTINE}/{of}"
 
 
 def receipt_name(part: str, rank: int) -> str:
@@ -215,7 +210,7 @@ def parse_request(name: str) -> str | None:
 
 def job_name(of: AttemptId, job: str) -> str:
     """The state of a job for a checkpoint."""
-    return f"{JOBS}/{attempt_name(of)}.{job}.json"
+    return f"{JOBS}/{of}.{job}.json"
 
 
 def parse_job(name: str) -> tuple[AttemptId, str] | None:

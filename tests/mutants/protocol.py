@@ -647,8 +647,8 @@ FENCES = (
     mutant(
         "a-left-out-part-has-its-checkpoints-name",
         "core.layout:left_out_name",
-        'return f"part-{attempt_name(of)}"',
-        "return attempt_name(of)",
+        'return f"part-{of}"',
+        "return str(of)",
         breaks="F27",
         source="F27",
         why="half a checkpoint comes back for its reader",
