@@ -64,7 +64,7 @@ from ckptfsm.core.layout import (
     Layout,
     pin_name,
 )
-from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import (
     UNFINISHED,
     Checkpoint,
@@ -180,7 +180,8 @@ class Coordinator:
         try:
             return self._open()
         except OSError as error:
-            full = _errno_of(error) in (errno.ENOSPC, errno.EDQUOT)
+            cause = first_os_error(error)
+            full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or not remove_some(self._storage, _TRASH_SLICE):
                 raise
         return self._open()
@@ -376,7 +377,7 @@ class Coordinator:
     @property
     def blocked(self) -> dict[AttemptId, CkptFsmError]:
         """The unfinished attempts that wait for the disk, and why."""
-        return self._engine.blocked
+        return dict(self._engine.blocked)
 
     def wants_tick(self) -> bool:
         """True if ``tick`` would have something to do by now. Safe from another thread."""
@@ -554,8 +555,7 @@ class Coordinator:
         if busy.state in (State.REQUESTED, State.FORKED) and not foreign:
             deadline = self._clock.monotonic() + wait_s
             found = self._from_receipts(busy, deadline)
-            with self._guarded("report"):
-                self._report(found)
+            self.report(found)
         after = self.ledger.checkpoints.get(busy.id)
         if foreign and after is not None and after.state is State.SHARDS_WRITTEN:
             return State.FAILED  # no rank runs its finalizers: a restart gives it up
@@ -587,32 +587,17 @@ class Coordinator:
         """Take the reports of the ranks. Reports for no living attempt are logged and dropped."""
         try:
             with self._guarded("report"):
-                self._report(events)
+                at = 0
+                while at < len(events):
+                    with collection_paused():
+                        self._engine.ledger, taken = self._engine.ledger.absorb(events, at)
+                    at += taken
+                    if at < len(events):
+                        self._engine.report(events[at])
+                        at += 1
         except StorageError as error:  # the journal has no room even for a failure: stop
             self.fatal = self.fatal or error
             raise
-
-    def _report(self, events: Sequence[Event]) -> None:
-        at = 0
-        while at < len(events):
-            with collection_paused():
-                self._engine.ledger, taken = self._engine.ledger.absorb(events, at)
-            at += taken
-            if at < len(events):
-                self._report_one(events[at])
-                at += 1
-
-    def _report_one(self, event: Event) -> None:
-        outcome = self._engine.ledger.report(event)
-        if isinstance(outcome, Rejected):
-            self._engine.reject(outcome)
-            return
-        try:
-            self._engine.commit(*outcome)
-        except OutcomeUnknown:
-            raise
-        except StorageError as error:
-            self._engine.fail_unjournaled(event, error)
 
     def tick(self) -> None:
         """Retry pending commands, expire readers' leases, delete a slice of the trash, serve people."""
@@ -976,11 +961,6 @@ class Coordinator:
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
                 self.news.append(NothingInFlight())
-
-
-def _errno_of(error: OSError) -> int | None:
-    cause = first_os_error(error)
-    return cause.errno if cause is not None else None
 
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -164,11 +163,14 @@ class Engine:
         self._journal = JournalWriter(storage, ownership.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0
-        self._pending: tuple[Command, ...] = ()  # to be tried again
-        self._blocked: dict[AttemptId, CkptFsmError] = {}  # with the reported reason
+        self.pending: tuple[Command, ...] = ()  # failed, to be tried again at the next tick
+        # The unfinished attempts that wait for the disk, with the reported reason.
+        self.blocked: dict[AttemptId, CkptFsmError] = {}
         self._retire_due = False
-        self._last_hope: AttemptId | None = None  # the only attempt that could be resumed from
-        self._keep_all = False  # a fresh start deletes nothing
+        # While an opening carries out its plan: the only attempt that could be resumed from, which a
+        # disk error does not fail, and True for a fresh start, which deletes nothing.
+        self.last_hope: AttemptId | None = None
+        self.keep_all = False
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # paths there at the first try
 
     @property
@@ -244,47 +246,17 @@ class Engine:
         """Close the journal."""
         self._journal.close()
 
-    @contextmanager
-    def opening(self, *, afresh: bool) -> Iterator[None]:
-        """A block in which an opening carries out its plan: a fresh start deletes nothing."""
-        self._keep_all = afresh
-        try:
-            yield
-        finally:
-            self._keep_all = False
-
-    @contextmanager
-    def not_failing(self, last_hope: AttemptId | None) -> Iterator[None]:
-        """A block in which a disk error stops the opening, instead of failing the last hope."""
-        self._last_hope = last_hope
-        try:
-            yield
-        finally:
-            self._last_hope = None
-
-    @property
-    def pending(self) -> tuple[Command, ...]:
-        """The failed commands, to be retried at the next tick."""
-        return self._pending
-
-    @property
-    def blocked(self) -> dict[AttemptId, CkptFsmError]:
-        """The unfinished attempts that wait for the disk, and why."""
-        return dict(self._blocked)
-
     def retry_pending(self) -> None:
         """Retry each pending command once. A command that fails again is pending again."""
-        pending, self._pending = self._pending, ()
+        pending, self.pending = self.pending, ()
         for command in pending:
             self.run(command)
 
-    def forget_trackers(self) -> None:
-        """Drop pending tracker writes before a rollback: they must not come after it."""
-        self._pending = tuple(c for c in self._pending if not isinstance(c, WriteTracker))
-
-    def forget_prune(self, of: AttemptId) -> None:
-        """Drop a pending prune before a rollback: it must not come after it."""
-        self._pending = tuple(c for c in self._pending if c != Prune(of))
+    def forget(self, kind: type[Command], of: AttemptId | None = None) -> None:
+        """Drop pending commands, of all attempts or one: they must not come after a rollback."""
+        self.pending = tuple(
+            c for c in self.pending if not (isinstance(c, kind) and of in (None, c.of))
+        )
 
     def forget_retention(self) -> None:
         """Drop retention that was put off before a rollback: the save that it was due for is withdrawn,
@@ -313,7 +285,7 @@ class Engine:
             record = self._record(moved)
             self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
-            self._blocked.pop(moved.of, None)
+            self.blocked.pop(moved.of, None)
             self.news.append(record)
             say(log.info, "transition", _told(record), record=record)
         self.ledger = ledger
@@ -435,16 +407,16 @@ class Engine:
 
     def _put_off(self, command: Command, error: CkptFsmError | OSError) -> None:
         """Keep a command for a retry at every tick; report why, once per reason."""
-        self._pending = (*self._pending, command)
+        self.pending = (*self.pending, command)
         name, why = type(command).__name__, describe(error)
         said = f"step {command.of.step}: {name} failed, and is tried again: {why}"
         say(log.warning, "command_pending", said, command=name, error=why)
         checkpoint = self.ledger.checkpoints.get(command.of)
         if checkpoint is None or checkpoint.state not in UNFINISHED:
             return
-        reason, told = self._reason(command, checkpoint, error), self._blocked.get(command.of)
+        reason, told = self._reason(command, checkpoint, error), self.blocked.get(command.of)
         if told is None or told.summary() != reason.summary():
-            self._blocked[command.of] = reason
+            self.blocked[command.of] = reason
             self.news.append(Blocked(command.of, reason))
             step, file = command.of.step, reason.facts.get("file")
             said = f"step {step} is {checkpoint.state.value}, and blocked: {reason.summary()}"
@@ -487,7 +459,7 @@ class Engine:
             if checkpoint.published:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
-            if checkpoint.id == self._last_hope and isinstance(error, OSError):
+            if checkpoint.id == self.last_hope and isinstance(error, OSError):
                 raise _typed(error, "finalize") from error  # a working disk can still finish it
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
@@ -506,7 +478,7 @@ class Engine:
         self.publisher.write_tracker(checkpoint.step)
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
-            self._retire_due = not self._keep_all
+            self._retire_due = not self.keep_all
             self.retire_if_due()
 
     def _run_prune(self, checkpoint: Checkpoint) -> None:
@@ -678,15 +650,27 @@ class Engine:
         except OSError as error:
             raise storage_error(error, "journal", self._journal.file) from error
 
-    def fail_unjournaled(self, event: Event, error: StorageError) -> None:
-        """Fail the attempt of a move that the journal cannot take; the reserve has room for that."""
-        failed = Failed(event.of, "journal", describe(error))
-        checkpoint = self.ledger.checkpoints.get(event.of)
-        if checkpoint is None or find_row(checkpoint, failed) is None:
-            raise error
-        self.post(failed)
+    def report(self, event: Event) -> None:
+        """Take a rank's report: move its checkpoint, or drop the report.
 
-    def reject(self, rejected: Rejected) -> None:
+        A move that the journal cannot take fails the attempt: the reserve has room for that.
+        """
+        outcome = self.ledger.report(event)
+        if isinstance(outcome, Rejected):
+            self._reject(outcome)
+            return
+        try:
+            self.commit(*outcome)
+        except OutcomeUnknown:
+            raise
+        except StorageError as error:
+            failed = Failed(event.of, "journal", describe(error))
+            checkpoint = self.ledger.checkpoints.get(event.of)
+            if checkpoint is None or find_row(checkpoint, failed) is None:
+                raise
+            self.post(failed)
+
+    def _reject(self, rejected: Rejected) -> None:
         """Drop a report that does not count; another world size condemns its attempt."""
         name, why = rejected.event.name, rejected.why
         said = f"step {rejected.event.of.step}: a report is rejected: {name}: {why}"

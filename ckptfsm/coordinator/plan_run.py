@@ -65,16 +65,13 @@ class PlanRun:
         sweep_temporaries(self.storage)
         self.engine.reread_protection()
         afresh = self._begin_afresh(history, decided)
-        with self.engine.opening(afresh=afresh):
-            self._follow(history, decided, afresh)
-
-    def _follow(self, history: History, decided: Plan, afresh: bool) -> None:
+        self.engine.keep_all, self.engine.last_hope = afresh, decided.last_hope
         actions = decided.actions
         failing = list(takewhile(_is_failing, actions))
-        with self.engine.not_failing(decided.last_hope):
-            self._carry_out(failing)  # first: the tracker still shows resumes by others
-            self._fall_back(decided.fallback, actions)
-            self._carry_out(actions[len(failing) :])
+        self._carry_out(failing)  # first: the tracker still shows resumes by others
+        self._fall_back(decided.fallback, actions)
+        self._carry_out(actions[len(failing) :])
+        self.engine.last_hope = None
         self._let_writers_go()
         if self.engine.ledger.in_flight() is None:
             self._finish_rollback(history.intent, afresh)
@@ -83,6 +80,7 @@ class PlanRun:
         self.engine.sort_trash(history.given_up)
         self.engine.fold(history)
         self._refuse_half_open(decided.reasons)
+        self.engine.keep_all = False
 
     def _carry_out(self, actions: Sequence[Event | Command]) -> None:
         for action in actions:
@@ -218,7 +216,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
     reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
     for checkpoint in engine.ledger.in_state(State.PRUNABLE):
         _resume_prune(engine, checkpoint)
-    engine.forget_trackers()
+    engine.forget(WriteTracker)
     engine.forget_retention()
     for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
         if target is None or checkpoint.step > target:
@@ -228,6 +226,6 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
 
 def _resume_prune(engine: Engine, checkpoint: Checkpoint) -> None:
     """Decide an interrupted prune now: it must not come back after a rollback."""
-    engine.forget_prune(checkpoint.id)
+    engine.forget(Prune, checkpoint.id)
     effect = partial(engine.mover.resume_prune, checkpoint, engine.newest_step())
     engine.conclude_prune(checkpoint, effect)

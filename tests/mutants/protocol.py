@@ -12,7 +12,7 @@ ORDER = (
         "    record = self._record(moved)\n"
         "    self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n"
         "    self.moves += 1\n"
-        "    self._blocked.pop(moved.of, None)\n"
+        "    self.blocked.pop(moved.of, None)\n"
         "    self.news.append(record)\n"
         '    say(log.info, "transition", _told(record), record=record)\n'
         "self.ledger = ledger\n"
@@ -99,7 +99,7 @@ ORDER = (
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "self._finish_rollback(history.intent, afresh)",
         "pass",
         breaks="I8",
@@ -160,7 +160,7 @@ ORDER = (
     ),
     mutant(
         "tracker-not-repaired-at-start",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "self._repair_tracker(rewrite=any(d.result is Result.ADOPTED for d in decided.decisions))",
         "",
         breaks="F18",
@@ -698,7 +698,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "if self.engine.ledger.in_flight() is None:\n    self._finish_rollback",
         "if True:\n    self._finish_rollback",
         breaks="I8",
@@ -744,7 +744,7 @@ FENCES = (
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
         "coordinator.engine:Engine._run_tracker",
-        "self._retire_due = not self._keep_all",
+        "self._retire_due = not self.keep_all",
         "self._retire_due = True",
         breaks="I7",
         source="F21",
@@ -1078,8 +1078,8 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-keeps-all-for-good",
-        "coordinator.engine:Engine.opening",
-        "self._keep_all = False",
+        "coordinator.plan_run:PlanRun.run",
+        "self.engine.keep_all = False",
         "pass",
         breaks="I10",
         source="F33",
@@ -1123,7 +1123,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-puts-the-tracker-right",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "if not afresh:\n    self._repair_tracker",
         "if True:\n    self._repair_tracker",
         breaks="I2",
@@ -1143,10 +1143,10 @@ FENCES = (
         "afresh = self._begin_afresh(history, decided)",
         "afresh = False",
         (
-            "coordinator.plan_run:PlanRun._follow",
+            "coordinator.plan_run:PlanRun.run",
             "self._let_writers_go()",
             (
-                "afresh = self.engine._keep_all = self._begin_afresh(history, decided)\n"
+                "afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n"
                 "self._let_writers_go()"
             ),
         ),
@@ -1209,7 +1209,7 @@ FENCES = (
     ),
     mutant(
         "nothing-falls-back-before-a-withdrawal",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "self._fall_back(decided.fallback, actions)",
         "",
         breaks="I8",
@@ -1263,7 +1263,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-before-the-clean-up",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "self._carry_out(failing)  # while the tracker tells who went on from there\n"
         "self._fall_back(decided.fallback, actions)",
         "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
@@ -1366,7 +1366,7 @@ FENCES = (
     ),
     mutant(
         "pruned-before-the-latest-was-read",
-        "coordinator.plan_run:PlanRun._follow",
+        "coordinator.plan_run:PlanRun.run",
         "self._refuse_half_open(decided.reasons)",
         "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",

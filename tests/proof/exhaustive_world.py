@@ -480,7 +480,7 @@ def load(run: Run, scope: Scope) -> Coordinator:
     engine.ledger = ledger_module.Ledger(
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
     )
-    engine._pending = live.pending
+    engine.pending = live.pending
     engine._retire_due = live.retire_due
     made._requests = live.requests
     made._opened, made._ownership = engine, run.lease  # type: ignore[assignment]
