@@ -251,9 +251,7 @@ def describe(error: BaseException) -> str:
 
 
 def _words_of(error: BaseException) -> str:
-    """The message of ``error``; for torch's ``CheckpointException`` only the causes, without
-    tracebacks.
-    """
+    """The message of ``error``; for torch's ``CheckpointException`` the causes, without tracebacks."""
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
         return str(error)

@@ -69,9 +69,7 @@ Piece = Literal | Memory | Copied | BlobTail
 
 
 class Slice(NamedTuple):
-    """A part of a piece inside a chunk: ``at`` counts from the chunk's start, ``start`` from the
-    piece's.
-    """
+    """A part of a piece: ``at`` counts from the chunk's start, ``start`` from the piece's."""
 
     piece: Piece
     at: int
@@ -128,11 +126,9 @@ class ChunkSource(Protocol):
 
     def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
         """The next chunk of ``image``; waits for it. Raises the error of the read."""
-        ...
 
     def give_up(self, images: Sequence[Image], error: BaseException) -> None:
         """Keep no more chunks of these images, and raise ``error`` where one is awaited."""
-        ...
 
 
 class Copying(Protocol):
@@ -143,12 +139,9 @@ class Copying(Protocol):
 
     def done(self) -> bool:
         """True once the memory has the state. Raises the error of the copies; never waits."""
-        ...
 
     def order_updates(self) -> None:
         """Let the accelerator run all later work of the trainer behind the copies; never waits."""
-        ...
 
     def give_to_child(self) -> None:
         """Wait for the copies, and let a child that is forked next have their memory."""
-        ...

@@ -89,9 +89,7 @@ def place_of(checkpoint: Checkpoint, there: PublishedEvidence | None, moved: boo
 
 
 def decide_prune(facts: PruneFacts) -> PruneDecision:
-    """Decide whether a directory goes to the trash (I7), and after that move, whether it stays
-    there.
-    """
+    """Decide whether a directory goes to the trash (I7); asked again after that move."""
     if kept := _kept_wherever_it_lies(facts):
         return kept
     tracked = facts.holds.tracker_step
@@ -205,9 +203,7 @@ class InPlaceFacts:
 
 
 def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
-    """The kind of directory at the name of ``checkpoint``; links, files and mounts are ruled out
-    before.
-    """
+    """What stands at the name of ``checkpoint``; links, files and mounts are ruled out before."""
     if there.found == "no_directory":
         return AtName.NOTHING
     if there.of is not None:
@@ -236,9 +232,7 @@ def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
 
 
 def decide_in_place(facts: InPlaceFacts) -> InPlaceDecision:
-    """Decide about a directory in place, and after its move to the trash, whether it may be
-    deleted.
-    """
+    """Decide about a directory in place; asked again after its move to the trash."""
     if not facts.marked and facts.contents is Contents.BARE:
         return InPlaceDecision.LEAVE
     begun_here = facts.alone and facts.marked and facts.at_name is AtName.UNFINISHED

@@ -80,9 +80,7 @@ class Layout:
         return self.parse_published(name) is not None
 
     def working_dir(self, of: AttemptId, in_place: bool) -> str:
-        """The directory an attempt is written in: staging, or the final name if the trainer fixed
-        the path.
-        """
+        """The directory an attempt is written in: staging, or its name if the trainer fixed the path."""
         return self.published_name(of.step) if in_place else staging_dir(of)
 
 
@@ -148,9 +146,7 @@ def receipt_name(part: str, rank: int) -> str:
 
 
 def planned_name(part: str) -> str:
-    """The planned metadata of a part, relative to the step's directory: a restart writes
-    ``.metadata`` from it.
-    """
+    """The planned metadata of a part, from which a restart writes ``.metadata``."""
     return f"{PLANNED}/{part}.bin"
 
 

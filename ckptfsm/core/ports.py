@@ -54,11 +54,9 @@ class Storage(Protocol):
         it with ``truncate``. After a short write, pass the rest on even if it is not aligned. A
         direct write is no more durable than another one: ``fsync`` makes it so.
         """
-        ...
 
     def open_existing(self, path: str) -> int:
         """Open a regular file that another program wrote, to fsync it."""
-        ...
 
     def open_reading(self, path: str, *, direct: bool = False) -> int:
         """Open a regular file for ``pread``.
@@ -67,19 +65,15 @@ class Storage(Protocol):
         elsewhere. Offset, length and memory address of each ``pread`` are then to be multiples of
         ``DIRECT_ALIGNMENT``. A read that is not is made the ordinary way.
         """
-        ...
 
     def pread(self, handle: int, into: memoryview, offset: int) -> int:
         """Read from ``offset`` on; returns how many bytes came (maybe fewer), 0 behind the end."""
-        ...
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
         """Write at the handle's position; returns how many bytes were taken (maybe fewer)."""
-        ...
 
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
         """Write at ``offset`` without moving the position; may be short too."""
-        ...
 
     def allocate(self, handle: int, size: int) -> bool:
         """Reserve the blocks of the first ``size`` bytes; the file then has at least that size.
@@ -88,11 +82,9 @@ class Storage(Protocol):
         effect, where the file system cannot, and for a size of 0. After an error such as ENOSPC the
         file may keep a part of the space until it is truncated or removed.
         """
-        ...
 
     def truncate(self, handle: int, size: int) -> None:
         """Cut the file to ``size`` bytes, or extend it with zeros."""
-        ...
 
     def fsync(self, handle: int) -> None: ...
 
@@ -100,11 +92,9 @@ class Storage(Protocol):
 
     def rename(self, src: str, dst: str) -> None:
         """Rename; replaces a file at ``dst``, fails on a non-empty directory there."""
-        ...
 
     def link(self, src: str, dst: str) -> None:
         """Hard link; ``FileExistsError`` if ``dst`` exists. The only atomic test-and-set in use."""
-        ...
 
     def mkdir(self, path: str) -> None: ...
 
@@ -114,33 +104,28 @@ class Storage(Protocol):
 
     def touch(self, path: str) -> None:
         """Set the times of an existing file to now; the content stays."""
-        ...
 
     def fsync_dir(self, path: str) -> None: ...
 
     def listdir(self, path: str) -> list[str]:
         """Names in a directory, sorted."""
-        ...
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
         """Names in a directory, in any order, each with its ``stat``.
 
         The directory may not be changed meanwhile; a name that another program removes is left out.
         """
-        ...
 
     def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
         """As ``entries``, with the kind alone, which a listing tells without looking at each file.
 
         So a name that another program removes meanwhile may still be told.
         """
-        ...
 
     def stat(self, path: str) -> FileStat: ...
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         """The content of a regular file from byte ``offset`` on, at most ``limit`` bytes of it."""
-        ...
 
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
@@ -149,39 +134,32 @@ class Storage(Protocol):
 
         At most ``limit`` bytes of each. Files that do not exist are left out.
         """
-        ...
 
     def free_bytes(self) -> int:
         """Free space for this user, in bytes."""
-        ...
 
     def digest(self, path: str) -> str:
         """Digest of a regular file's whole content, as ``xxh3_128:<32 hex digits>``."""
-        ...
 
     def try_lock(self, path: str) -> int | None:
         """Take the liveness lock. Returns a handle, or None if a living process holds the lock.
 
         The lock ends with the process, and a forked child does not have it.
         """
-        ...
 
     def unlock(self, handle: int) -> None: ...
 
     def close_root(self) -> None:
         """Let go of the root; every later call fails with ``EBADF``. A second call has no effect."""
-        ...
 
     def absolute(self, path: str) -> str:
         """The absolute path of ``path``, for code that takes no storage.
 
         ``StorageError`` if the root's path no longer leads to the directory that was opened.
         """
-        ...
 
     def descriptors(self) -> tuple[int, ...]:
         """File descriptors that a forked writer must keep to use this storage."""
-        ...
 
 
 class Clock(Protocol):
@@ -192,15 +170,12 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary origin; never goes back."""
-        ...
 
     def wall(self) -> str:
         """UTC time in ISO 8601, for journals and tables."""
-        ...
 
     def unix(self) -> float:
         """Seconds since 1970, as far as this host knows."""
-        ...
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -254,7 +229,6 @@ class Executor(Protocol):
 
     def repeat(self, work: Callable[[], object], every_s: float) -> None:
         """Run ``work`` on the thread now and then, while no other work waits; never in a simulation."""
-        ...
 
     def shutdown(self) -> None: ...
 
@@ -267,15 +241,12 @@ class Transport(Protocol):
 
     def any_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Element-wise OR over all ranks: the only exchange that is cheap enough for every poll."""
-        ...
 
     def gather(self, item: Any) -> list[Any] | None:
         """Every rank's item at rank 0, in rank order; None elsewhere."""
-        ...
 
     def broadcast(self, item: Any) -> Any:
         """Rank 0's item on every rank."""
-        ...
 
     def close(self) -> None: ...
 
@@ -457,44 +428,35 @@ class WriterProcess(Protocol):
 
     def poll(self) -> Outcome | None:
         """The outcome, or None while the process runs. Never blocks."""
-        ...
 
     @property
     def holds_copy(self) -> bool:
         """True once the process has a copy of the data, and the trainer may change its own."""
-        ...
 
     @property
     def must_wait(self) -> bool:
         """True if ``save`` has to wait for the copy: the trainer promised no other wait."""
-        ...
 
     def await_copy(self, timeout_s: float) -> None:
         """Wait until the process holds a copy or has ended, at most ``timeout_s``."""
-        ...
 
     def confirm(self) -> None:
         """Let the process write its receipts: the data did not change while it was copied."""
-        ...
 
     def wait(self, timeout_s: float) -> Outcome | None:
         """Wait for the process to end, at most ``timeout_s``; None if it still runs then."""
-        ...
 
     def kill(self, timeout_s: float) -> bool:
         """Kill the process and everything it started. True once it is certainly gone."""
-        ...
 
     def whereabouts(self) -> str:
         """Where the process and its workers hang, for people; "" if that cannot be told."""
-        ...
 
     def written_bytes(self) -> int:
         """Bytes of shards that the process and its workers gave to the disk so far.
 
         No message, no wait: a read of shared memory. 0 if that cannot be told.
         """
-        ...
 
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
@@ -537,21 +499,15 @@ class Draft(Protocol):
         ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
         ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is.
         """
-        ...
 
     def changed(self) -> str:
         """The part of the data that was changed since ``stage``, in words; "" if nothing was."""
-        ...
 
     def let_go(self) -> None:
-        """Drop all references to the trainer's data and to copies of it: the writer has its copy
-        now.
-        """
-        ...
+        """Drop all references to the trainer's data and its copies: the writer has its copy now."""
 
     def finalizers(self) -> list[Finalizer]:
         """The finalizers of the foreign parts, in the order in which every rank runs them."""
-        ...
 
 
 class Finalizer(NamedTuple):
@@ -593,17 +549,14 @@ class VerifiedReading(Protocol):
 
         ``alone`` are the files that no other rank reads. The state is changed also by a bad file.
         """
-        ...
 
     def stop(self) -> None:
         """Let ``run`` end early, from another thread."""
-        ...
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:
         """Load the rest, see ``Driver.load`` (collective)."""
-        ...
 
 
 class Driver(Protocol):
@@ -613,14 +566,12 @@ class Driver(Protocol):
 
     def provenance(self) -> Mapping[str, str]:
         """Versions of the libraries that write, for the manifest."""
-        ...
 
     def draft(self, parts: Mapping[str, Any]) -> Draft:
         """Plan a save of named parts. Local: no collective, no effect; may raise.
 
         A value of None means that other ranks write the part.
         """
-        ...
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
         """At rank 0: check the drafts of all ranks together.
@@ -629,15 +580,12 @@ class Driver(Protocol):
 
         A rank's summary covers only the parts that the rank writes.
         """
-        ...
 
     def accept(self) -> None:
         """The last draft was accepted, and this rank writes it: its plan may be reused."""
-        ...
 
     def refuse(self) -> None:
         """The last draft was refused: plan and send everything anew next time."""
-        ...
 
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
@@ -648,14 +596,12 @@ class Driver(Protocol):
 
         Raises ``RestoreFailed`` for a key that does not fit and is not droppable.
         """
-        ...
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
         """At rank 0: raise if the ranks' states do not fit together, apart from the keys to drop.
 
         Returns the keys of the checkpoint that no rank asks for.
         """
-        ...
 
     def plan_reading(
         self,
@@ -669,13 +615,11 @@ class Driver(Protocol):
         ``location`` is the step's directory; ``parts`` are directories below it, and states. None
         where no file can be read so: a damaged checkpoint is found by those who verify it.
         """
-        ...
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:
         """Load each part from its absolute directory, without the keys to drop (collective)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,7 +652,6 @@ class DeferredSignals(Protocol):
 
         Returns the exception of a handler, if one raised.
         """
-        ...
 
 
 class Mailbox(Protocol):
@@ -719,15 +662,12 @@ class Mailbox(Protocol):
 
     def post(self, events: Sequence[Event]) -> None:
         """Send reports to rank 0. Raises an error if that is not possible any more."""
-        ...
 
     def collect(self) -> list[Event]:
         """At rank 0: the reports that have arrived since the last call; never waits for one."""
-        ...
 
     def close(self) -> None:
         """Take no more reports. Called by the last thread that uses it."""
-        ...
 
 
 def no_mailbox() -> None:

@@ -49,7 +49,6 @@ class Chooser(Protocol):
 
     def randrange(self, stop: int, /) -> int:
         """A number from 0 (the mildest choice) to ``stop - 1``."""
-        ...
 
 
 Crash = Chooser | Literal["all_lost", "all_kept"]
