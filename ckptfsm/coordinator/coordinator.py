@@ -235,9 +235,7 @@ class Coordinator:
         return ownership, before
 
     def _refuse_other_layout(self, history: History) -> None:
-        """Refuse another layout: under its names, every checkpoint of the journal would seem
-        missing.
-        """
+        """Refuse another layout: under its names, every checkpoint would seem missing."""
         known = bool(history.layout and history.ledger.checkpoints)
         used = [history.layout] if known else self._layouts_of_names()
         other = [name for name in used if name != self._layout.name]
@@ -255,9 +253,7 @@ class Coordinator:
         return [layout.name for layout in LAYOUTS.values() if any(map(layout.is_published, names))]
 
     def _refuse_unfinishable(self, ledger: Ledger) -> None:
-        """Refuse to open with an attempt that only another process can complete, which is kept for
-        it (I8).
-        """
+        """Refuse to open with an attempt that only a process with torch can complete (I8)."""
         for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
             for part in checkpoint.parts:
                 if part.format.planned and part.kind not in self._finishers:
@@ -423,9 +419,7 @@ class Coordinator:
         return max(self._requests, max(here, default=0)) + 1
 
     def _clear_the_name(self, request: SaveRequest) -> None:
-        """Clear the published name of a save: refuse if it is complete, quarantine a partial
-        directory.
-        """
+        """Refuse a name with a complete checkpoint; move a partial directory to quarantine."""
         name = self._layout.published_name(request.step)
         if request.in_place:
             self._refuse_in_place(request)
@@ -444,9 +438,7 @@ class Coordinator:
         say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 
     def _refuse_in_place(self, request: SaveRequest) -> None:
-        """Refuse a save in place if the tracker names the step, or the directory holds files of
-        value.
-        """
+        """Refuse a save in place at the tracker's step, or over files of value."""
         name = self._layout.published_name(request.step)
         latest = _step_of(self._engine.ledger.latest())
         # The tracker may name a withdrawn step: the disk did not let it be moved.
@@ -467,9 +459,7 @@ class Coordinator:
             )
 
     def _refuse_old_writers(self, request: SaveRequest) -> None:
-        """Refuse if writers of a failed attempt may live: in place, they write by the published
-        name.
-        """
+        """Refuse while writers of a failed attempt may write by the published name."""
         failed = [c for c in self._engine.ledger.in_state(State.FAILED) if c.step == request.step]
         if any(request.in_place or c.in_place for c in failed):
             raise SaveRefused(
@@ -672,9 +662,7 @@ class Coordinator:
                 self._engine.retire()
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a tracked checkpoint, durably. Retention decides anew, unless it waits: see
-        ``retention_waits``.
-        """
+        """Add metrics to a tracked checkpoint, durably. See ``retention_waits``."""
         with self._guarded("record_metrics"):
             figures = check_metrics(metrics)
             checkpoint = self._engine.tracked(step)
@@ -825,9 +813,7 @@ class Coordinator:
                 ) from error
 
     def _refuse_broken_target(self, checkpoint: Checkpoint) -> None:
-        """Raise ``DamagedRoot`` unless the target is whole: every newer checkpoint leaves its name
-        for it (I2).
-        """
+        """Raise ``DamagedRoot`` for a broken target: each newer step leaves its name for it (I2)."""
         there = inspect_published(self._storage, self._layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             raise DamagedRoot(

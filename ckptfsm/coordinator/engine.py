@@ -515,9 +515,7 @@ class Engine:
         return ""
 
     def withdraw(self, checkpoint: Checkpoint, detail: str) -> None:
-        """Withdraw a checkpoint that is not whole; its directory is moved aside unless it is
-        missing.
-        """
+        """Withdraw a checkpoint that is not whole; its directory is moved aside."""
         name = self.layout.published_name(checkpoint.step)
         missing = lookup(self._storage, name) is None
         self.post(Withdrawn(checkpoint.id, "missing" if missing else "damaged", detail))

@@ -117,9 +117,7 @@ class PlanRun:
             raise storage_error(error, "tracker", TRACKER) from error
 
     def _let_writers_go(self) -> None:
-        """Report lost writers for a roll-forward that failed just now: it has no writers that
-        could.
-        """
+        """Report the writers of a roll-forward as lost that failed just now: it has none."""
         for failed in self.engine.ledger.in_state(State.FAILED):
             if failed.id.epoch != self.engine.epoch and failed.gone != failed.writers:
                 self.engine.post(WritersLost(failed.id))

@@ -292,9 +292,7 @@ class FakeDriver:
 
 
 def spec_of(name: str, value: Any, count: int) -> PartSpec:
-    """The spec of a part, as the Megatron driver makes it: ``state`` at the root, others in
-    directories.
-    """
+    """The spec of a part, as the Megatron driver makes it."""
     if isinstance(value, OptionalPart):
         return replace(spec_of(name, value.content, count), optional=True)
     if isinstance(value, FakeRequest):

@@ -309,9 +309,7 @@ class SimDisk:
         return here
 
     def possible(self, path: str) -> list[object | None]:
-        """The tokens that a power loss right now could leave at ``path``, if its directory is
-        durable.
-        """
+        """The tokens that a power loss right now could leave at ``path`` in its directory."""
         parent, _, name = path.rpartition("/")
         directory = self.find(parent)
         if not isinstance(directory, _Dir):
@@ -549,9 +547,7 @@ class SimStorage:
         self.disk.sync_file(self._handle(handle))
 
     def lose_dirty(self, handle: int) -> None:
-        """Drop unsynced data as a failed fsync does. Not in the port: for fault injection around
-        this storage.
-        """
+        """Drop unsynced data as a failed fsync does. Not in the port: ``FaultStorage`` calls it."""
         self.disk.lose_dirty(self._handle(handle).node)
 
     def close(self, handle: int) -> None:

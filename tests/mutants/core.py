@@ -213,8 +213,8 @@ RECOVERY = (
     mutant(
         "tracked-ones-are-taken-on-trust",
         "core.recovery_rules:RULES",
-        '"whole", (State.TRACKED,), is_whole_and_its_own',
-        '"whole", (State.TRACKED,), always',
+        '"whole", (S.TRACKED,), is_whole_and_its_own',
+        '"whole", (S.TRACKED,), always',
         breaks="I2",
         source="F19",
     ),
@@ -254,8 +254,8 @@ RECOVERY = (
     mutant(
         "written-ones-are-always-rolled-forward",
         "core.recovery_rules:RULES",
-        "(State.SHARDS_WRITTEN,), can_be_rolled_forward",
-        "(State.FORKED, State.SHARDS_WRITTEN), always",
+        "(S.SHARDS_WRITTEN,), can_be_rolled_forward",
+        "(S.FORKED, S.SHARDS_WRITTEN), always",
         (
             "disk.inspection:inspect_staging",
             "return StagingEvidence(False, str(error))",
@@ -267,7 +267,7 @@ RECOVERY = (
     mutant(
         "published-ones-are-failed-at-a-restart",
         "core.recovery_rules:RULES",
-        "(State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN)",
+        "(S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN)",
         "()",
         breaks="I8",
         source="F3",
@@ -275,7 +275,7 @@ RECOVERY = (
     mutant(
         "finalized-ones-are-forgotten",
         "core.recovery_rules:RULES",
-        "(State.FINALIZED,), is_whole_and_newer",
+        "(S.FINALIZED,), is_whole_and_newer",
         "(), is_whole_and_newer",
         breaks="I8",
         source="F3",
@@ -283,8 +283,8 @@ RECOVERY = (
     mutant(
         "a-prunable-one-is-gone-at-a-restart",
         "core.recovery_rules:RULES",
-        "Result.TRACKED, (Reprieved,)",
-        "Result.PRUNED, (Removed,)",
+        "R.TRACKED, (Reprieved,)",
+        "R.PRUNED, (Removed,)",
         ("core.recovery_rules:", "Reprieved,", ("Removed,\nReprieved,")),
         breaks="I1",
         source="F17",
@@ -292,8 +292,8 @@ RECOVERY = (
     mutant(
         "failed-ones-are-forgotten",
         "core.recovery_rules:RULES",
-        "Result.DISCARDED, (WritersLost,)",
-        "Result.DISCARDED, ()",
+        "R.DISCARDED, (WritersLost,)",
+        "R.DISCARDED, ()",
         breaks="I10",
         source="F17",
         why="the files of a failed attempt stay for ever",

@@ -324,7 +324,7 @@ LOOKS = (
         "move_aside(self.storage, name, trash_dir(checkpoint.id))",
         (
             "core.recovery_rules:RULES",
-            "(State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN)",
+            "(S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN)",
             "()",
         ),
         breaks="I1",
