@@ -42,9 +42,8 @@ from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, Layout
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
-from ckptfsm.core.recorded_policy import policy_of
 from ckptfsm.core.requests import RecoveryReport
-from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
+from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked, policy_of
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of

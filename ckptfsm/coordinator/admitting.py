@@ -5,10 +5,8 @@ start never resumes unasked from a step that is newer than the tracker. So the t
 
 Order: judge, own the root, move the directory, make its files durable, then move the tracker. A death
 in between leaves a complete directory at its name: the next start adopts it, or reports it as newer
-than the tracker. The caller has compared the content before (``judge_content``): nothing is moved then.
-
-Rule: the caller has opened and closed the root before. So no rollback is interrupted, during which a
-moved tracker would look like a later save, and the tracker names the latest.
+than the tracker. The caller has opened and closed the root before. So no rollback is interrupted, during
+which a moved tracker would look like a later save, and the tracker names the latest.
 """
 
 from __future__ import annotations

@@ -79,9 +79,8 @@ from ckptfsm.core.lifecycle import (
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, Storage
-from ckptfsm.core.recorded_policy import record_of
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
-from ckptfsm.core.retention import Policy, describe_tracked
+from ckptfsm.core.retention import Policy, describe_tracked, record_of
 from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
@@ -167,8 +166,8 @@ class Engine:
         # The unfinished attempts that wait for the disk, with the reported reason.
         self.blocked: dict[AttemptId, CkptFsmError] = {}
         self._retire_due = False
-        # While an opening carries out its plan: the only attempt that could be resumed from, which a
-        # disk error does not fail, and True for a fresh start, which deletes nothing.
+        # Set while an opening carries out its plan. A disk error does not fail the last hope, the only
+        # attempt that could be resumed from. A fresh start keeps all: it deletes nothing.
         self.last_hope: AttemptId | None = None
         self.keep_all = False
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # paths there at the first try

@@ -1,15 +1,13 @@
 """Carries out the plan of recovery, in order, on an engine that has just begun.
 
-Rules:
+Every decision goes through the table and the commands of a living save. If the disk refuses a
+decision, the root is not opened (I8).
 
-- Every decision goes through the table and the commands of a living save.
 - An adopted checkpoint is durable before any later decision relies on it.
 - A tracker that tells nothing, or names a checkpoint that will leave, is moved first to one that
   stays. Only then is anything withdrawn.
 - An interrupted rollback is completed, unless a fresh start replaces it; the tracker is repaired
-  last.
-- A fresh start is journaled, and takes the tracker away, before anything is adopted for it.
-- If the disk refuses a decision, the root is not opened (I8).
+  last. A fresh start is journaled, and takes the tracker away, before anything is adopted for it.
 """
 
 from __future__ import annotations

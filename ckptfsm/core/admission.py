@@ -1,9 +1,8 @@
 """Decides whether the disk can hold a save, before a writer starts. Pure.
 
-The coordinator measures the disk, asks here, and prunes or refuses.
-
-Rules: retention alone says which checkpoints may go, never the want of space. They go only if that
-lets the save begin, and if this run knows the newest one to be whole: it wrote or verified it.
+The coordinator measures the disk, asks here, and prunes or refuses. Retention alone says which
+checkpoints may go, never the want of space. They go only if that lets the save begin, and if this run
+knows the newest one to be whole: it wrote or verified it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""All settings of a manager, in one frozen model.
+"""All settings of a manager, in one frozen model: from keyword arguments, a dict or TOML.
 
-Rules: buildable from keyword arguments, a dict or TOML; an unknown key is an error that names the
-nearest known one; nothing reads the environment. Times are in seconds and end in ``_s``.
+Nothing reads the environment. Times are in seconds and end in ``_s``.
 """
 
 from __future__ import annotations

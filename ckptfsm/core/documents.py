@@ -269,7 +269,7 @@ class SegmentOpened(Document):
     """First record of a segment: the process, the sealed older segments, and the ledger at that
     time.
 
-    ``retention`` is for people, see ``recorded_policy``. Nothing is decided by it.
+    ``retention`` is for people, see ``retention.record_of``. Nothing is decided by it.
     """
 
     type: Literal["segment_opened"] = "segment_opened"

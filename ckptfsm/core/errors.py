@@ -1,7 +1,7 @@
 """Every error the library raises, with a stable ``kind`` and the facts a caller needs.
 
-Rules: an error carries attributes besides its text, and survives pickling (ranks exchange errors).
-Its ``advice`` tells the caller: fix the call, skip this save, retry, page someone, or report a bug.
+Errors survive pickling: ranks exchange them. ``advice`` tells the caller: fix the call, skip this save,
+retry, page someone, or report a bug.
 """
 
 from __future__ import annotations

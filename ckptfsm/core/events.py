@@ -1,8 +1,7 @@
-"""Events (past tense) that move a checkpoint, and commands (imperative) that the state machine
-emits.
+"""Events (past tense) that move a checkpoint, and commands (imperative) that the state machine emits.
 
-Rules: plain frozen data, which validates itself and does nothing else. Every event names its
-attempt (epoch, step, attempt), so that a completion counts only for that attempt (I5).
+Every event names its attempt (epoch, step, attempt), so that a completion counts only for that
+attempt (I5).
 """
 
 from __future__ import annotations

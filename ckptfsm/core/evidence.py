@@ -1,7 +1,6 @@
 """The findings on disk that recovery and ``keeping`` decide from. Pure.
 
-Rules: recovery and ``keeping`` ask the same function which checkpoint a directory belongs to. A
-directory is taken for a checkpoint only on evidence.
+Both ask the same function which checkpoint a directory belongs to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Explains a checkpoint to people: why it is kept, whether it is the latest, and when it may go. Pure.
-
-The answers come from the same ledger that decides. Every sentence names the fact that it rests on.
-"""
+"""Explains a checkpoint to people: why it is kept, and when it may go. Pure."""
 
 from __future__ import annotations
 

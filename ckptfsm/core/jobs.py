@@ -3,16 +3,11 @@
 Each job has a record for each checkpoint. ``settle`` compares the records with the ledger, and says
 which change, which are removed, and which wait for a turn.
 
-Rules:
-
 - A job begins for a tracked checkpoint only, in the order of requests. A new job begins with the
   newest checkpoint.
-- A record that waits or runs ends as done, failed or missed. So no checkpoint is passed over silently.
-- At most ``queue`` checkpoints wait for a job: older ones are missed.
+- A record that waits or runs ends as done, failed or missed, so no checkpoint is passed over silently.
 - An attempt counts from its begin. So a job that brings its trainer down does so at most ``attempts``
   times.
-- A record goes with its checkpoint. Kept are the newest of each job, which tells where the job was,
-  and the last few that were missed.
 """
 
 from __future__ import annotations

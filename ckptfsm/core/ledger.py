@@ -1,9 +1,8 @@
 """All checkpoints of one root together: the pure core that the coordinator drives.
 
-Rules: frozen; every method returns a new ledger, or raises and changes nothing. Checkpoints move
-only through ``lifecycle.apply``. The ledger decides all questions about several checkpoints: one in
-flight per root, steps only grow, retention. Reports from ranks that belong to no living attempt are
-rejected (I5).
+Frozen: every method returns a new ledger, or raises and changes nothing. The ledger decides all
+questions about several checkpoints: one in flight per root, steps only grow, retention. Reports from
+ranks that belong to no living attempt are rejected (I5).
 """
 
 from __future__ import annotations

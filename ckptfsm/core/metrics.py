@@ -1,6 +1,6 @@
 """The names of all metrics: the same in a trainer and in ``ckptfsm export``.
 
-Rules: a name has its unit at its end, in seconds or bytes. A name that was released stays.
+A name has its unit at its end, in seconds or bytes. A name that was released stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decides when the last save of a job must begin, from the measured durations of earlier ones. Pure.
 
-Rules: in doubt the last save begins too early rather than too late. A duration is in seconds, and
-covers everything from the call of ``save`` until the checkpoint is tracked.
+In doubt the last save begins too early rather than too late. A duration is in seconds, and covers
+everything from the call of ``save`` until the checkpoint is tracked.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Plan a restart, from the journal and from the evidence on disk. Pure.
 
-``plan`` collects the facts and lets the rules decide about each checkpoint
-(``recovery_rules.RULES``). The plan orders the decisions, and a root that cannot be decided is
-refused (``recovery_refusals``). The coordinator carries the plan out through the same table and
-commands as a living save. No checkpoint is touched before the plan is complete: of a refused root,
+``plan`` collects the facts, lets the rules decide about each checkpoint (``recovery_rules.RULES``), and
+orders the decisions. A root that cannot be decided is refused (``recovery_refusals``). The coordinator
+carries the plan out through the same table and commands as a living save. Before, of a refused root,
 only epochs and temporaries have changed.
 
-The same rules decide about a directory that no checkpoint of the journal explains. A whole
-directory of another attempt is one of these. So is a directory that was damaged before it was
-journaled.
-
-Evidence is never explained away: if there is evidence, but no checkpoint to resume from,
-``DamagedRoot`` is raised (I8). Only ``resume="fresh"`` may begin again, after moving the evidence
-to quarantine.
+The same rules decide about a directory that no checkpoint of the journal explains. If there is evidence,
+but no checkpoint to resume from, ``DamagedRoot`` is raised (I8). Only ``resume="fresh"`` may begin
+again, after moving the evidence to quarantine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Refuse the roots that recovery cannot decide, and warn of oddities. Pure.
 
-Conditions here read typed evidence and actions; texts are only output. Every refusal is a
-``DamagedRoot`` that tells a person the way out.
+Every refusal is a ``DamagedRoot`` that tells a person the way out.
 """
 
 from __future__ import annotations

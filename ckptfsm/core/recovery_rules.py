@@ -3,9 +3,8 @@
 ``RULES`` is read from top to bottom. The first rule for the checkpoint's state with a true
 condition decides. The last rule of every state has no condition, so a rule always decides.
 
-A rule looks only at ``Facts``: typed evidence of one checkpoint. Texts for people are made from the
-rule and the facts, and no decision reads one. A directory that no checkpoint of the journal
-explains has the state ``absent``.
+A rule looks only at ``Facts``: typed evidence of one checkpoint. A directory that no checkpoint of the
+journal explains has the state ``absent``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Plain data between a trainer's side and the coordinator: requests, answers, and news of a save.
-
-Rules: frozen, and no behaviour except small questions about the data.
-"""
+"""Plain data between a trainer's side and the coordinator: requests, answers, and news of a save."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from ckptfsm.core.ledger import Ledger, with_metrics
 from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
-from ckptfsm.core.recorded_policy import PolicyRecord
+from ckptfsm.core.retention import PolicyRecord
 from ckptfsm.core.rollback import NO_INTENT, Intent
 from ckptfsm.disk.durable import list_names, write_all
 

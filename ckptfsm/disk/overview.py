@@ -18,8 +18,7 @@ from ckptfsm.core.layout import JOBS, LAYOUTS, MEGATRON, PRIVATE, TRACKER, Layou
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Identity, Storage
-from ckptfsm.core.recorded_policy import rules_that_keep
-from ckptfsm.core.retention import describe_tracked
+from ckptfsm.core.retention import describe_tracked, rules_that_keep
 from ckptfsm.disk.durable import list_names, lookup
 from ckptfsm.disk.inspection import pinned_steps, read_tracker, reader_leases
 from ckptfsm.disk.journal import History, read_history

@@ -23,8 +23,8 @@ import torch
 from torch.utils.serialization import config
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.blob import Patch
 from ckptfsm.core.errors import describe
+from ckptfsm.core.images import Patch
 
 log = logging.getLogger("ckptfsm")
 

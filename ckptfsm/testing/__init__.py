@@ -1,7 +1,6 @@
 """The testing kit: a simulated disk, fault injection, strategies, checks for your policies and parts.
 
-Install it with ``ckptfsm[testing]`` (hypothesis). Rules: production code never imports
-this package; nothing here sleeps, and nothing needs torch.
+Install it with ``ckptfsm[testing]`` (hypothesis). Nothing here sleeps, and nothing needs torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A trainer without torch: driver, transport and clock for a real ``Manager`` on any storage.
 
-Rules: only a trainer's or a network's behaviour is made up here. The writers are really forked, and
-production code writes everything on disk. Every wait is bounded.
+Only a trainer's or a network's behaviour is made up here. The writers are really forked, and production
+code writes everything on disk.
 """
 
 from __future__ import annotations

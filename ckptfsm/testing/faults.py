@@ -1,13 +1,8 @@
 """Fault injection: ``FaultStorage`` wraps any storage and lets a hook act around each change.
 
-Rules: only changing calls are counted, so that "crash before call i, for every i" is a complete
-sweep. Nothing here sleeps. A hook may do four things:
-
-- Raise ``OSError``: the call fails.
-- Raise ``ProcessDead``: the process is gone. Every later call raises it too, so that no ``finally``
-  of the dead process cleans up.
-- Kill the process for real.
-- Block on a FIFO.
+Only changing calls are counted, so that "crash before call i, for every i" is a complete sweep. A hook
+may raise ``OSError``: the call fails. It may raise ``ProcessDead``: every later call raises it too, so
+that no ``finally`` of the dead process cleans up. It may kill the process for real, or block on a FIFO.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """A job without torch: the production coordinator and writer code on any storage, step by step.
 
-Used by the simulation of crashes. Shards, receipts, finalize, tracker and recovery are production
-code; only the tensors are made up.
-
-``invariants.check_root`` judges the result, and shares no code with it.
+Only the tensors are made up. ``invariants.check_root`` judges the result, and shares no code with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Hypothesis strategies for the library's data: steps, parts, policies, ledgers, evidence.
 
-Needs the extra ``ckptfsm[testing]``. Rules: values are small, so that a shrunk example can be read.
-Every drawn value is legal by itself, such as a ledger that a journal can contain. Their combination
-need not be reasonable: evidence may contradict the ledger.
+Needs the extra ``ckptfsm[testing]``. Every drawn value is legal by itself, such as a ledger that a
+journal can contain. Their combination need not be reasonable: evidence may contradict the ledger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writers that a test controls: a rank's writer that runs, dies or hangs on command.
 
-``SimWriters()`` is a ``ports.Launch`` for ``SimStorage``. Rules: at launch the job is copied, as by
-a fork. Nothing happens until ``finish``, ``die`` or ``kill``. The library's ``write_rank`` does the
-writing, as a separate simulated process.
+``SimWriters()`` is a ``ports.Launch`` for ``SimStorage``. At launch the job is copied, as by a fork.
+Nothing happens until ``finish``, ``die`` or ``kill``: the library's ``write_rank`` then writes, as a
+separate simulated process.
 """
 
 from __future__ import annotations

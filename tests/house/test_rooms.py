@@ -62,7 +62,7 @@ HARMLESS = {
     "typing",
 }
 LIBRARIES = {
-    "core/blob.py": {"struct", "zlib"},
+    "core/images.py": {"struct", "zlib"},
     "core/documents.py": {"pydantic", "zlib"},
     "core/jobs.py": {"pydantic"},
     "core/lifecycle.py": {"transitions"},

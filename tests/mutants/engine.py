@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     mutant(
         "the-id-is-not-patched",
-        "core.blob:Patch.applied",
+        "core.images:Patch.applied",
         "for position in self.id_crcs:",
         "for position in ():",
         breaks="F21",

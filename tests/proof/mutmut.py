@@ -29,8 +29,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/ledger": ("ledger", "ledger_stories"),
         "core/rollback": ("journal", "recovery", "histories"),
         "core/admission": ("admission",),
-        "core/blob": ("blob", "image"),
-        "core/images": ("image",),
+        "core/images": ("blob", "image"),
         "core/units": ("progress",),
         "core/evidence": ("recovery", "histories"),
         "core/explaining": ("reading",),
@@ -41,7 +40,6 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/progress": ("progress",),
         "core/preemption": ("preemption",),
         "core/recorded_metrics": ("recorded_metrics",),
-        "core/recorded_policy": ("recorded_policy",),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),

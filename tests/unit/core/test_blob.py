@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 
-from ckptfsm.core.blob import Patch, combined
+from ckptfsm.core.images import Patch, combined
 
 PATCH = Patch((2, 8), 20, b"1" * 20, (14, 64), (7, None, 9))
 TAIL = bytes(range(70))

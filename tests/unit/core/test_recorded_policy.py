@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from ckptfsm.core.documents import SegmentOpened, decode, encode
-from ckptfsm.core.recorded_policy import policy_of, record_of, rules_that_keep
 from ckptfsm.core.retention import (
     AllOf,
     AnyOf,
@@ -20,6 +19,9 @@ from ckptfsm.core.retention import (
     LatestN,
     Policy,
     Steps,
+    policy_of,
+    record_of,
+    rules_that_keep,
 )
 
 INFOS = tuple(

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.core.blob import Patch
 from ckptfsm.core.images import (
     BlobTail,
     Chunk,
@@ -28,6 +27,7 @@ from ckptfsm.core.images import (
     Image,
     Literal,
     Memory,
+    Patch,
     Piece,
     Slice,
     image_of,
