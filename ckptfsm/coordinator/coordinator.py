@@ -236,8 +236,11 @@ class Coordinator:
 
     def _refuse_other_layout(self, history: History) -> None:
         """Refuse another layout: under its names, every checkpoint would seem missing."""
-        known = bool(history.layout and history.ledger.checkpoints)
-        used = [history.layout] if known else self._layouts_of_names()
+        if history.layout and history.ledger.checkpoints:
+            used = [history.layout]
+        else:
+            names = list_names(self._storage, "")
+            used = [each.name for each in LAYOUTS.values() if any(map(each.is_published, names))]
         other = [name for name in used if name != self._layout.name]
         if other:
             raise ConfigError(
@@ -246,11 +249,6 @@ class Coordinator:
                 file=self._storage.root,
                 key="layout",
             )
-
-    def _layouts_of_names(self) -> list[str]:
-        """The layouts in which an entry of the root has the name of a step."""
-        names = list_names(self._storage, "")
-        return [layout.name for layout in LAYOUTS.values() if any(map(layout.is_published, names))]
 
     def _refuse_unfinishable(self, ledger: Ledger) -> None:
         """Refuse to open with an attempt that only a process with torch can complete (I8)."""

@@ -35,7 +35,7 @@ from ckptfsm.core.events import (
     WriteTracker,
 )
 from ckptfsm.core.layout import TRACKER, trash_dir
-from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.core.recovery import Plan, Resume
 from ckptfsm.core.recovery_refusals import hopeless
@@ -65,7 +65,7 @@ class PlanRun:
         afresh = self._begin_afresh(history, decided)
         self.engine.keep_all, self.engine.last_hope = afresh, decided.last_hope
         actions = decided.actions
-        failing = list(takewhile(_is_failing, actions))
+        failing = list(takewhile(lambda a: isinstance(a, (Failed, WritersLost)), actions))
         self._carry_out(failing)  # first: the tracker still shows resumes by others
         self._fall_back(decided.fallback, actions)
         self._carry_out(actions[len(failing) :])
@@ -167,10 +167,6 @@ class PlanRun:
         if rewrite or read_tracker(self.storage).step != latest.step:
             self.engine.run(WriteTracker(latest.id))
 
-    def _next_file(self, waiting: Checkpoint) -> str:
-        tracked_next = waiting.state is State.FINALIZED
-        return TRACKER if tracked_next else self.engine.layout.published_name(waiting.step)
-
     def _refuse_half_open(self, reasons: Sequence[str]) -> None:
         """A published checkpoint that the disk did not let be tracked is not passed over (I8).
 
@@ -178,9 +174,10 @@ class PlanRun:
         """
         waiting = self.engine.ledger.in_flight()
         if waiting is not None:
+            name = self.engine.layout.published_name(waiting.step)
             raise StorageError(
                 f"step {waiting.step} is {waiting.state.value}, and its next effect failed",
-                file=self._next_file(waiting),
+                file=TRACKER if waiting.state is State.FINALIZED else name,
                 step=waiting.step,
             ) from self.engine.blocked.get(waiting.id)
         newest = self.engine.newest_step()
@@ -195,10 +192,6 @@ class PlanRun:
             raise hopeless(reasons)
 
 
-def _is_failing(action: Event | Command) -> bool:
-    return isinstance(action, (Failed, WritersLost))
-
-
 def roll_back(engine: Engine, target: int | None, at: str) -> None:
     """Make ``target`` the latest. The intent is journaled already; ``at`` is the time, for people.
 
@@ -211,17 +204,13 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
         engine.publisher.write_tracker(target)
     reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
     for checkpoint in engine.ledger.in_state(State.PRUNABLE):
-        _resume_prune(engine, checkpoint)
+        # Decide an interrupted prune now: it must not come back after a rollback.
+        engine.forget(Prune, checkpoint.id)
+        effect = partial(engine.mover.resume_prune, checkpoint, engine.newest_step())
+        engine.conclude_prune(checkpoint, effect)
     engine.forget(WriteTracker)
     engine.forget_retention()
     for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
         if target is None or checkpoint.step > target:
             engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))
     engine.append(RollbackFinished(at=at))
-
-
-def _resume_prune(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Decide an interrupted prune now: it must not come back after a rollback."""
-    engine.forget(Prune, checkpoint.id)
-    effect = partial(engine.mover.resume_prune, checkpoint, engine.newest_step())
-    engine.conclude_prune(checkpoint, effect)

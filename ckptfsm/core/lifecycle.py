@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, lru_cache, partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 from transitions import Machine
@@ -299,15 +299,6 @@ EVENTS: tuple[type[Event], ...] = tuple(dict.fromkeys(row.event for row in TABLE
 # ----------------------------------------------------------------------------------------- moves
 
 
-class _Cursor:
-    """The model of one move, dropped after it: an exception in a callback leaves a model moved."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.state: State | str = checkpoint.state
-        self.row: Row | None = None
-
-
 def _take(row: Row, data: Any) -> None:
     data.model.row = row
 
@@ -360,7 +351,9 @@ def apply(checkpoint: Checkpoint, event: Event) -> tuple[Checkpoint, Command | N
     Returns the moved checkpoint and the command to run once the move is journaled (or None).
     Raises ``IllegalTransition`` if the table has no row for it; nothing changes then.
     """
-    machine, cursor = compile_machine(), _Cursor(checkpoint)
+    # The model of one move, dropped after it: an exception in a callback leaves a model moved.
+    machine, cursor = compile_machine(), SimpleNamespace(state=checkpoint.state, row=None)
+    cursor.checkpoint = checkpoint
     if event.of == checkpoint.id and event.name in machine.get_triggers(checkpoint.state):
         machine.events[event.name].trigger(cursor, event)
     return _moved(checkpoint, event, cursor.row)

@@ -32,7 +32,7 @@ from ckptfsm.core.documents import (
 )
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import JOURNAL, parse_segment
-from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, Row, State
+from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, State
 from ckptfsm.core.parts import PartSpec, check_parts
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import list_names
@@ -236,25 +236,28 @@ def _parsed_opening(file: str, body: bytes, epoch: int) -> _Raw:
 # ------------------------------------------------------------------------------------------ replay
 
 
-def _broken_promise(row: Row) -> str:
-    """The promise that a row would break if it stood in the table; "" if none."""
-    if row.source is row.dest:
+_ONLY_FROM = MappingProxyType(
+    {_PRUNED: _PRUNABLE, _PRUNABLE: _TRACKED, State.DISCARDED.value: _FAILED}
+)
+
+
+def _broken_promise(source: str, dest: str) -> str:
+    """The promise that a move breaks, whether it stands in the table or not; "" if none."""
+    if source == dest:
         return "within-state"
-    if row.dest is State.FAILED and row.source not in UNPUBLISHED:
+    if dest == _FAILED and source not in _UNPUBLISHED:
         return "published-never-fails"
-    if row.dest is State.PRUNED and row.source is not State.PRUNABLE:
+    if _ONLY_FROM.get(dest, source) != source:
         return "I1"
-    if row.dest is State.PRUNABLE and row.source is not State.TRACKED:
-        return "I1"
-    if row.dest is State.DISCARDED and row.source is not State.FAILED:
-        return "I1"
-    return "ended" if row.source in ENDED else ""
+    return "ended" if source in _ENDED else ""
 
 
 _MOVES: Mapping[tuple[str, str, str], str] = MappingProxyType(
     {
-        (row.source.value, row.event.name, row.dest.value): _broken_promise(row)
-        for row in sorted(TABLE, key=_broken_promise, reverse=True)
+        (row.source.value, row.event.name, row.dest.value): _broken_promise(
+            row.source.value, row.dest.value
+        )
+        for row in TABLE
     }
 )
 
@@ -440,13 +443,7 @@ class _Replay:
         """The most telling rule that a move breaks."""
         if state in _ENDED or (of in self.ended and move[0] != _ABSENT):
             return "ended"
-        if broken is not None:
-            return broken or "table"
-        if move[2] == _FAILED and move[0] not in _UNPUBLISHED:
-            return "published-never-fails"
-        wrong = move[2] == _PRUNED and move[0] != _PRUNABLE
-        wrong = wrong or (move[2] == _PRUNABLE and move[0] != _TRACKED)
-        return "I1" if wrong else "table"
+        return broken or _broken_promise(move[0], move[2]) or "table"
 
     def _created(self, of: _Id, record: _Raw) -> _Raw:
         """The checkpoint that this record creates."""

@@ -6,6 +6,7 @@ journal can contain. Their combination need not be reasonable: evidence may cont
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Literal
 
 from hypothesis import strategies as st
@@ -50,11 +51,7 @@ def layouts(max_parts: int = 3) -> st.SearchStrategy[tuple[PartSpec, ...]]:
         PartSpec("data", "file", ranks=(0,)),
     )
     more = st.lists(st.sampled_from(others), unique=True, max_size=max_parts - 1)
-    return more.map(_with_state)
-
-
-def _with_state(more: list[PartSpec]) -> tuple[PartSpec, ...]:
-    return (PartSpec("state"), *more)
+    return more.map(lambda drawn: (PartSpec("state"), *drawn))
 
 
 def policies() -> st.SearchStrategy[Policy]:
@@ -75,23 +72,13 @@ def checkpoint_infos(max_size: int = 6) -> st.SearchStrategy[list[CheckpointInfo
     """Tracked checkpoints as a policy sees them: oldest first, run time growing with the step."""
     metrics = st.fixed_dictionaries({}, optional={"loss": st.floats(0, 9)})
     entry = st.tuples(steps(), metrics)
-    entries = st.lists(entry, max_size=max_size, unique_by=_first).map(sorted_by_step)
-    return entries.map(_infos)
-
-
-def _first(entry: tuple[int, dict[str, float]]) -> int:
-    return entry[0]
-
-
-def sorted_by_step(
-    entries: list[tuple[int, dict[str, float]]],
-) -> list[tuple[int, dict[str, float]]]:
-    """The drawn entries by their step."""
-    return sorted(entries, key=_first)
-
-
-def _infos(entries: list[tuple[int, dict[str, float]]]) -> list[CheckpointInfo]:
-    return [CheckpointInfo(step, step * 10.0, metrics) for step, metrics in entries]
+    entries = st.lists(entry, max_size=max_size, unique_by=itemgetter(0))
+    return entries.map(
+        lambda drawn: [
+            CheckpointInfo(step, step * 10.0, found)
+            for step, found in sorted(drawn, key=itemgetter(0))
+        ]
+    )
 
 
 @st.composite
