@@ -23,10 +23,10 @@ from typing import Any, Literal
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.versions import installed
+from ckptfsm.coordinator.accepting import TRASH_SLICE, make_way
 from ckptfsm.coordinator.engine import Engine, NewsQueue
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
-from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
 from ckptfsm.core.documents import Asked, RollbackStarted, SegmentClosed
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -35,12 +35,10 @@ from ckptfsm.core.errors import (
     Fenced,
     IllegalTransition,
     NewerSchema,
-    NoRoom,
     OutcomeUnknown,
     RootBusy,
     SaveRefused,
     ShardMissing,
-    StepExistsError,
     StorageError,
     describe,
     first_os_error,
@@ -88,7 +86,6 @@ from ckptfsm.disk.inbox import Inbox
 from ckptfsm.disk.inspection import (
     gather_evidence,
     inspect_published,
-    is_bare,
     newest_published_epoch,
     read_commit,
     read_tracker,
@@ -102,7 +99,6 @@ from ckptfsm.disk.trash import remove_marker, remove_some, require_rename, sweep
 from ckptfsm.disk.visibility import Visibility
 
 log = logging.getLogger("ckptfsm")
-_TRASH_SLICE = 256
 _LOOK_S = 0.5
 _YOUNG_S = 24 * 3600.0  # sites purge what was not changed for weeks
 _YOUNG_AGAIN_S = 3600.0  # after the opening, and after an error
@@ -182,7 +178,7 @@ class Coordinator:
         except OSError as error:
             cause = first_os_error(error)
             full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full or not remove_some(self._storage, _TRASH_SLICE):
+            if not full or not remove_some(self._storage, TRASH_SLICE):
                 raise
         return self._open()
 
@@ -305,10 +301,9 @@ class Coordinator:
         for warning in warnings:
             said, root = f"recovery: {warning}", self._storage.root
             say(log.warning, "recovery_warning", said, root=root, what=warning)
-        latest = self._engine.ledger.latest()
         return RecoveryReport(
             ownership.epoch,
-            latest.step if latest else None,
+            self._engine.ledger.latest_step(),
             decided.decisions,
             warnings,
             self._clock.monotonic() - began,
@@ -328,7 +323,7 @@ class Coordinator:
         """Use a few seconds to free space; the next run continues from there."""
         deadline = self._clock.monotonic() + self._options.retry_interval_s
         try:
-            while self._engine.give_space_back(_TRASH_SLICE):
+            while self._engine.give_space_back(TRASH_SLICE):
                 if self._clock.monotonic() >= deadline:
                     return
         except OSError as error:
@@ -393,9 +388,8 @@ class Coordinator:
                 self._engine.run_seconds(),
             )
             self._engine.ledger.refuse(event)
-            self._refuse_old_writers(request)
-            self._clear_the_name(request)
-            self._make_room(request)
+            proven = self._is_proven(self._engine.ledger.latest())
+            make_way(self._engine, self._storage, request, proven=proven)
             self._requests = of.attempt
             try:
                 self._engine.post(event)
@@ -415,93 +409,6 @@ class Coordinator:
         """A number that no attempt of this epoch has, adopted ones included."""
         here = (of.attempt for of in self._engine.ledger.checkpoints if of.epoch == self.epoch)
         return max(self._requests, max(here, default=0)) + 1
-
-    def _clear_the_name(self, request: SaveRequest) -> None:
-        """Refuse a name with a complete checkpoint; move a partial directory to quarantine."""
-        name = self._layout.published_name(request.step)
-        if request.in_place:
-            self._refuse_in_place(request)
-            return
-        if lookup(self._storage, name) is None:
-            return
-        there = inspect_published(self._storage, self._layout, request.step)
-        if there.found in ("manifest", "stock"):
-            raise StepExistsError(
-                f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
-                step=request.step,
-                latest=_step_of(self._engine.ledger.latest()),
-            )
-        aside = self._engine.mover.set_aside(name)
-        said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
-        say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
-
-    def _refuse_in_place(self, request: SaveRequest) -> None:
-        """Refuse a save in place at the tracker's step, or over files of value."""
-        name = self._layout.published_name(request.step)
-        latest = _step_of(self._engine.ledger.latest())
-        # The tracker may name a withdrawn step: the disk did not let it be moved.
-        if read_tracker(self._storage).step == request.step:
-            raise StepExistsError(
-                f"the tracker still names {name}: nothing unfinished may stand there",
-                step=request.step,
-                latest=latest,
-            )
-        if lookup(self._storage, name) is None:
-            return
-        there = inspect_published(self._storage, self._layout, request.step)
-        if there.found != "unexplained" or not is_bare(self._storage, name):
-            raise StepExistsError(
-                f"{name} holds files of an earlier save; move it away first",
-                step=request.step,
-                latest=latest,
-            )
-
-    def _refuse_old_writers(self, request: SaveRequest) -> None:
-        """Refuse while writers of a failed attempt may write by the published name."""
-        failed = [c for c in self._engine.ledger.in_state(State.FAILED) if c.step == request.step]
-        if any(request.in_place or c.in_place for c in failed):
-            raise SaveRefused(
-                f"a failed attempt at step {request.step} may still be written by its old writers",
-                step=request.step,
-            )
-
-    def _make_room(self, request: SaveRequest) -> None:
-        """Refuse a save that the disk cannot hold; first delete files that were given up."""
-        space = self._space_for(request)
-        answer = decide_admission(space)
-        if answer is Admission.PRUNE_FIRST:
-            said = f"step {request.step}: {space.free} bytes are free, not {space.needed}: pruned first"
-            say(log.warning, "pruned_for_room", said, step=request.step)
-            self._engine.retire_now()
-            space = replace(space, free=self._free_bytes(space.needed), given_up=0)
-            answer = decide_admission(space)
-        if answer is Admission.REFUSE:
-            raise NoRoom(
-                f"the checkpoint needs about {space.needed} bytes, {space.free} are free",
-                step=request.step,
-                bytes_needed=space.needed,
-                bytes_free=space.free,
-                file=self._storage.root,
-            )
-
-    def _space_for(self, request: SaveRequest) -> Space:
-        """Predict the size of a save, and measure the disk. Retention is asked only if need be."""
-        names = [part.name for part in request.parts]
-        tracked = self._engine.ledger.in_state(State.TRACKED)
-        same = [c.shard_bytes for c in tracked if [part.name for part in c.parts] == names]
-        needed = predict_bytes(request.expected_bytes, same)
-        free, given_up = self._free_bytes(needed), 0
-        if free < needed:
-            gone = {offer.of for offer in self._engine.given_up()}
-            given_up = sum(c.shard_bytes for c in tracked if c.id in gone)
-        return Space(needed, free, given_up, self._is_proven(self._engine.ledger.latest()))
-
-    def _free_bytes(self, needed: int) -> int:
-        """The free bytes; if they are too few, the trash is emptied as far as needed."""
-        free = self._storage.free_bytes()
-        while free < needed and self._engine.give_space_back(_TRASH_SLICE):
-            free = self._storage.free_bytes()
-        return free
 
     def _is_proven(self, latest: Checkpoint | None) -> bool:
         """True if this run wrote ``latest``, or has verified its digests."""
@@ -606,7 +513,7 @@ class Coordinator:
                         self._ownership.claim_lock()
                         self._keep_young(self._ownership)
                     self._readers.expire()
-                    removed = self._engine.give_space_back(_TRASH_SLICE)
+                    removed = self._engine.give_space_back(TRASH_SLICE)
                 except OSError as error:
                     _put_off(error)
             self._idle_at_last_tick = idle
@@ -694,7 +601,7 @@ class Coordinator:
         with self._guarded("retire"):
             self._engine.check_epoch()
             if why := self.retention_waits():
-                raise SaveRefused(why, step=_step_of(self._engine.ledger.latest()))
+                raise SaveRefused(why, step=self._engine.ledger.latest_step())
             self._engine.retire()
 
     def retention_waits(self) -> str:
@@ -945,10 +852,6 @@ class Coordinator:
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
                 self.news.append(NothingInFlight())
-
-
-def _step_of(checkpoint: Checkpoint | None) -> int | None:
-    return checkpoint.step if checkpoint is not None else None
 
 
 def _put_off(error: Exception) -> None:

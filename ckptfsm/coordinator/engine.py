@@ -491,8 +491,8 @@ class Engine:
 
     def newest_step(self) -> int:
         """The step that the tracker is to name; -1 if there is none."""
-        latest = self.ledger.latest()
-        return latest.step if latest is not None else -1
+        latest = self.ledger.latest_step()
+        return -1 if latest is None else latest
 
     def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], Pruned]) -> str:
         """Journal the end of a prune. Returns "" if the checkpoint is gone, else why it stays.

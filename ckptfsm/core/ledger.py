@@ -91,6 +91,10 @@ class Ledger:
         tracked = (c for c in self.checkpoints.values() if c.state is State.TRACKED)
         return max(tracked, key=_by_id, default=None)
 
+    def latest_step(self) -> int | None:
+        latest = self.latest()
+        return latest.step if latest is not None else None
+
     def in_flight(self) -> Checkpoint | None:
         """The one checkpoint between ``requested`` and ``tracked``, or None."""
         found = self.in_state(*IN_FLIGHT)

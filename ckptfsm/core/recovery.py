@@ -156,7 +156,7 @@ def forget_moved(
 
 def _facts(ledger: Ledger, evidence: Evidence) -> list[Facts]:
     """Collect the facts for the rules, for every checkpoint of the journal."""
-    latest = ledger.latest()
+    latest = ledger.latest_step()
     saving = {c.step for c in ledger.in_state(State.FINALIZED)}
     return [
         Facts(
@@ -167,7 +167,7 @@ def _facts(ledger: Ledger, evidence: Evidence) -> list[Facts]:
             staging=evidence.staging.get(checkpoint.id),
             in_trash=checkpoint.id in evidence.trashed,
             in_quarantine=checkpoint.id in evidence.aside,
-            newest=latest.step if latest is not None else None,
+            newest=latest,
             tracker_leads=evidence.tracker.step in saving,
         )
         for checkpoint in sorted(ledger.checkpoints.values(), key=_turn)

@@ -42,29 +42,26 @@ MUTANTS = (
     ),
     mutant(
         "room-is-made-of-what-retention-keeps",
-        "coordinator.coordinator:Coordinator._space_for",
-        "gone = {offer.of for offer in self._engine.given_up()}",
-        "gone = {offer.of for offer in self._engine.ledger.prunable(())}",
+        "coordinator.accepting:_make_room",
+        "gone = {offer.of for offer in engine.given_up()}",
+        "gone = {offer.of for offer in engine.ledger.prunable(())}",
         (
-            "coordinator.coordinator:Coordinator._make_room",
-            "self._engine.retire_now()",
-            "for offer in self._engine.ledger.prunable(()):\n    self._engine.post(offer)",
+            "coordinator.accepting:_make_room",
+            "engine.retire_now()",
+            "for offer in engine.ledger.prunable(()):\n    engine.post(offer)",
         ),
         breaks="I7",
         source="I7",
     ),
     mutant(
         "room-is-made-of-the-last-tracked-one",
-        "coordinator.coordinator:Coordinator._space_for",
-        "gone = {offer.of for offer in self._engine.given_up()}",
+        "coordinator.accepting:_make_room",
+        "gone = {offer.of for offer in engine.given_up()}",
         "gone = {c.id for c in tracked}",
         (
-            "coordinator.coordinator:Coordinator._make_room",
-            "self._engine.retire_now()",
-            (
-                "for c in self._engine.ledger.in_state(State.TRACKED):\n"
-                '    self._engine.withdraw(c, "no room")'
-            ),
+            "coordinator.accepting:_make_room",
+            "engine.retire_now()",
+            ('for c in engine.ledger.in_state(State.TRACKED):\n    engine.withdraw(c, "no room")'),
         ),
         breaks="I7",
         source="I7",

@@ -351,7 +351,7 @@ LOOKS = (
     ),
     mutant(
         "a-taken-name-is-cleared",
-        "coordinator.coordinator:Coordinator._clear_the_name",
+        "coordinator.accepting:_clear_the_name",
         'if there.found in ("manifest", "stock"):\n    raise StepExistsError(',
         "if there.found in ():\n    raise StepExistsError(",
         breaks="F15",
@@ -943,8 +943,8 @@ FENCES = (
     ),
     mutant(
         "in-place-under-the-tracker",
-        "coordinator.coordinator:Coordinator._refuse_in_place",
-        "if read_tracker(self._storage).step == request.step:",
+        "coordinator.accepting:_refuse_in_place",
+        "if read_tracker(storage).step == request.step:",
         "if False:",
         breaks="I2",
         source="F5",

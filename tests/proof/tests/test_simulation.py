@@ -36,7 +36,7 @@ from proof.sim.world import Process, World
 
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
-from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.coordinator import accepting
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core import keeping
 from ckptfsm.core.config import make_config
@@ -250,7 +250,7 @@ def test_F9_a_restore_on_another_host_waits_for_names_that_it_does_not_see_yet()
 @pytest.mark.damages_journal("the planted bug journals a step twice")
 def test_F15_a_step_that_is_saved_twice_is_found(monkeypatch):
     monkeypatch.setattr(Ledger, "refuse", no_effect)
-    monkeypatch.setattr(Coordinator, "_clear_the_name", no_effect)
+    monkeypatch.setattr(accepting, "_clear_the_name", no_effect)
     assert first_failure(what="is saved once more").promise == "I1"
 
 

@@ -1,0 +1,111 @@
+"""Judges a save before anything of it is journaled: its name, old writers, the room on the disk."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from ckptfsm.adapters.notices import say
+from ckptfsm.coordinator.engine import Engine
+from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
+from ckptfsm.core.errors import NoRoom, SaveRefused, StepExistsError
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.inspection import inspect_published, is_bare, read_tracker
+
+log = logging.getLogger("ckptfsm")
+TRASH_SLICE = 256  # entries of the trash that are deleted at a time
+
+
+def make_way(engine: Engine, storage: Storage, request: SaveRequest, *, proven: bool) -> None:
+    """Clear the name of a save, and make room for it. Raises ``SaveRefused`` if that cannot be.
+
+    ``proven``: this run wrote the newest tracked checkpoint, or verified its digests.
+    """
+    failed = [c for c in engine.ledger.in_state(State.FAILED) if c.step == request.step]
+    if any(request.in_place or c.in_place for c in failed):  # they write by the published name
+        raise SaveRefused(
+            f"a failed attempt at step {request.step} may still be written by its old writers",
+            step=request.step,
+        )
+    if request.in_place:
+        _refuse_in_place(engine, storage, request)
+    else:
+        _clear_the_name(engine, storage, request)
+    _make_room(engine, storage, request, proven)
+
+
+def _clear_the_name(engine: Engine, storage: Storage, request: SaveRequest) -> None:
+    """Refuse a name with a complete checkpoint; move a partial directory to quarantine."""
+    name = engine.layout.published_name(request.step)
+    if lookup(storage, name) is None:
+        return
+    there = inspect_published(storage, engine.layout, request.step)
+    if there.found in ("manifest", "stock"):
+        raise StepExistsError(
+            f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
+            step=request.step,
+            latest=engine.ledger.latest_step(),
+        )
+    aside = engine.mover.set_aside(name)
+    said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
+    say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
+
+
+def _refuse_in_place(engine: Engine, storage: Storage, request: SaveRequest) -> None:
+    """Refuse a save in place at the tracker's step, or over files of value."""
+    name, latest = engine.layout.published_name(request.step), engine.ledger.latest_step()
+    # The tracker may name a withdrawn step: the disk did not let it be moved.
+    if read_tracker(storage).step == request.step:
+        raise StepExistsError(
+            f"the tracker still names {name}: nothing unfinished may stand there",
+            step=request.step,
+            latest=latest,
+        )
+    if lookup(storage, name) is None:
+        return
+    there = inspect_published(storage, engine.layout, request.step)
+    if there.found != "unexplained" or not is_bare(storage, name):
+        raise StepExistsError(
+            f"{name} holds files of an earlier save; move it away first",
+            step=request.step,
+            latest=latest,
+        )
+
+
+def _make_room(engine: Engine, storage: Storage, request: SaveRequest, proven: bool) -> None:
+    """Refuse a save that the disk cannot hold; first delete files that were given up."""
+    names = [part.name for part in request.parts]
+    tracked = engine.ledger.in_state(State.TRACKED)
+    same = [c.shard_bytes for c in tracked if [part.name for part in c.parts] == names]
+    needed = predict_bytes(request.expected_bytes, same)
+    free, given_up = _free_bytes(engine, storage, needed), 0
+    if free < needed:  # retention is asked only if need be
+        gone = {offer.of for offer in engine.given_up()}
+        given_up = sum(c.shard_bytes for c in tracked if c.id in gone)
+    space = Space(needed, free, given_up, proven)
+    answer = decide_admission(space)
+    if answer is Admission.PRUNE_FIRST:
+        said = f"step {request.step}: {space.free} bytes are free, not {space.needed}: pruned first"
+        say(log.warning, "pruned_for_room", said, step=request.step)
+        engine.retire_now()
+        space = replace(space, free=_free_bytes(engine, storage, needed), given_up=0)
+        answer = decide_admission(space)
+    if answer is Admission.REFUSE:
+        raise NoRoom(
+            f"the checkpoint needs about {space.needed} bytes, {space.free} are free",
+            step=request.step,
+            bytes_needed=space.needed,
+            bytes_free=space.free,
+            file=storage.root,
+        )
+
+
+def _free_bytes(engine: Engine, storage: Storage, needed: int) -> int:
+    """The free bytes; if they are too few, the trash is emptied as far as needed."""
+    free = storage.free_bytes()
+    while free < needed and engine.give_space_back(TRASH_SLICE):
+        free = storage.free_bytes()
+    return free
