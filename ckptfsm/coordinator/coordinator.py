@@ -17,15 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from shlex import quote
 from typing import Any, Literal
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
-from ckptfsm.adapters.versions import installed
 from ckptfsm.coordinator.accepting import TRASH_SLICE, make_way
 from ckptfsm.coordinator.engine import Engine, NewsQueue
 from ckptfsm.coordinator.errands import carry_out
+from ckptfsm.coordinator.opening import refuse_other_layout, refuse_unfinishable, take_root
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.documents import Asked, RollbackStarted, SegmentClosed
 from ckptfsm.core.errors import (
@@ -36,7 +35,6 @@ from ckptfsm.core.errors import (
     IllegalTransition,
     NewerSchema,
     OutcomeUnknown,
-    RootBusy,
     SaveRefused,
     ShardMissing,
     StorageError,
@@ -55,7 +53,6 @@ from ckptfsm.core.evidence import ANOTHER_MANIFEST, is_published_as, is_whole, w
 from ckptfsm.core.layout import (
     INBOX,
     JOURNAL,
-    LAYOUTS,
     MEGATRON,
     QUARANTINE,
     RECEIPTS,
@@ -86,12 +83,11 @@ from ckptfsm.disk.inbox import Inbox
 from ckptfsm.disk.inspection import (
     gather_evidence,
     inspect_published,
-    newest_published_epoch,
     read_commit,
     read_tracker,
 )
-from ckptfsm.disk.journal import History, newest_segment, read_history
-from ckptfsm.disk.ownership import RootOwnership, is_owned_here, open_root
+from ckptfsm.disk.journal import History, read_history
+from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.situation import plan_start
@@ -99,7 +95,6 @@ from ckptfsm.disk.trash import remove_marker, remove_some, require_rename, sweep
 from ckptfsm.disk.visibility import Visibility
 
 log = logging.getLogger("ckptfsm")
-_LOOK_S = 0.5
 _YOUNG_S = 24 * 3600.0  # sites purge what was not changed for weeks
 _YOUNG_AGAIN_S = 3600.0  # after the opening, and after an error
 _LOST = "the history before it is shorter, and no checkpoint depends on it"
@@ -184,7 +179,14 @@ class Coordinator:
 
     def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
-        ownership, before = self._take_root()
+        ownership, before = take_root(
+            self._storage,
+            self._clock,
+            self._identity,
+            self._layout,
+            takeover=self._options.takeover,
+            wait_s=self._options.root_wait_s,
+        )
         self._ownership = ownership
         self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag, self._clock)
         try:
@@ -196,81 +198,11 @@ class Coordinator:
             raise
         return report
 
-    def _take_root(self) -> tuple[RootOwnership, History]:
-        """Take the root, and read its journal just before. Raises ``RootBusy`` after ``root_wait_s``.
-
-        The holder may be a short command, which changes the root and gives it back at once. No record
-        on disk distinguishes a command from a trainer.
-        """
-        longest, waits = self._options.root_wait_s, False
-        deadline = self._clock.monotonic() + longest
-        while True:
-            try:
-                return self._take_root_now()
-            except RootBusy as busy:
-                host, pid = busy.facts.get("host"), busy.facts.get("pid")
-                by_this_process = is_owned_here(self._storage, self._identity)
-                if by_this_process or self._clock.monotonic() >= deadline:
-                    raise
-                if not waits:
-                    said = f"{busy.message}: waiting for it, at most {longest:g} s"
-                    say(log.warning, "waits_for_root", said, host=host, pid=pid)
-            waits = True
-            self._clock.sleep(_LOOK_S)
-
-    def _take_root_now(self) -> tuple[RootOwnership, History]:
-        before = read_history(self._storage)
-        self._refuse_other_layout(before)
-        newest = newest_segment(self._storage)
-        ownership = open_root(
-            self._storage,
-            self._identity,
-            above=newest or newest_published_epoch(self._storage, self._layout),
-            takeover=self._options.takeover,
-        )
-        return ownership, before
-
-    def _refuse_other_layout(self, history: History) -> None:
-        """Refuse another layout: under its names, every checkpoint would seem missing."""
-        if history.layout and history.ledger.checkpoints:
-            used = [history.layout]
-        else:
-            names = list_names(self._storage, "")
-            used = [each.name for each in LAYOUTS.values() if any(map(each.is_published, names))]
-        other = [name for name in used if name != self._layout.name]
-        if other:
-            raise ConfigError(
-                f"{self._storage.root} holds steps in the layout {other[0]!r}, not "
-                f"{self._layout.name!r}",
-                file=self._storage.root,
-                key="layout",
-            )
-
-    def _refuse_unfinishable(self, ledger: Ledger) -> None:
-        """Refuse to open with an attempt that only a process with torch can complete (I8)."""
-        for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
-            for part in checkpoint.parts:
-                if part.format.planned and part.kind not in self._finishers:
-                    raise ConfigError(
-                        f"step {checkpoint.step} was written, and its part {part.name!r} needs torch "
-                        f"to be completed: open the root once with CheckpointManager{self._by_hand()}",
-                        step=checkpoint.step,
-                        part=part.name,
-                    )
-
-    def _by_hand(self) -> str:
-        """The command that opens the root with torch, where that is installed."""
-        if "not installed" in (installed("torch"), installed("megatron-core")):
-            return ""
-        root = quote(self._storage.root)
-        code = "import sys, ckptfsm; ckptfsm.CheckpointManager(sys.argv[1], layout=sys.argv[2]).close()"
-        return f". Start the job, or run: python -c '{code}' {root} {self._layout.name}"
-
     def _recover(self, ownership: RootOwnership, before: History, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # a fenced manager could rename one over it
         history = read_history(self._storage, before)
-        self._refuse_other_layout(history)
-        self._refuse_unfinishable(history.ledger)
+        refuse_other_layout(self._storage, self._layout, history)
+        refuse_unfinishable(self._storage, self._layout, history.ledger, self._finishers)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)
         decided = plan_start(history, evidence, ownership.epoch, self._options.resume)
         options, self.news = self._options, NewsQueue()

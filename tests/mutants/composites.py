@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     mutant(
         "a-root-is-opened-under-other-names",
-        "coordinator.coordinator:Coordinator._refuse_other_layout",
+        "coordinator.opening:refuse_other_layout",
         "if other:",
         "if False:",
         breaks="I2",
@@ -142,7 +142,7 @@ MUTANTS = (
     mutant(
         "what-needs-torch-is-published-without",
         "coordinator.coordinator:Coordinator._recover",
-        "self._refuse_unfinishable(history.ledger)",
+        "refuse_unfinishable(self._storage, self._layout, history.ledger, self._finishers)",
         "",
         (
             "disk.assembly:Assembly._metadata_of",

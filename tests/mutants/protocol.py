@@ -1453,8 +1453,8 @@ FENCES = (
     ),
     mutant(
         "a-start-does-not-wait-for-a-command",
-        "coordinator.coordinator:Coordinator._take_root",
-        "if by_this_process or self._clock.monotonic() >= deadline:",
+        "coordinator.opening:take_root",
+        "if by_this_process or clock.monotonic() >= deadline:",
         "if True:",
         breaks="F12",
         source="order",

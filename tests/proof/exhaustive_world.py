@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import ckptfsm.coordinator.coordinator as coordinator_module
 import ckptfsm.coordinator.engine as engine_module
+import ckptfsm.coordinator.opening as opening_module
 import ckptfsm.core.ledger as ledger_module
 import ckptfsm.disk.inspection as evidence_module
 import ckptfsm.disk.reader_lease as readers_module
@@ -311,18 +312,18 @@ def production() -> Iterator[None]:
         node = storage.value.get(directory)
         return Verdict(isinstance(node, Dir) and STOCK in node.names and "shard" in node.names)
 
+    def history(storage: Any, known: Any = None) -> Any:
+        return storage.journal.value.history(storage.lease.epoch - 1)
+
     replaced: list[tuple[Any, str, Any]] = [
         (ledger_module, "apply", lambda c, e: lifecycle.apply_row(c, e)),
         (evidence_module, "decode", decode),
         (evidence_module, "inspect_stock", inspect_stock),
         (engine_module, "JournalWriter", lambda storage, epoch: storage.journal),
-        (coordinator_module, "newest_segment", lambda storage: 0),
-        (coordinator_module, "open_root", lambda storage, identity, **options: storage.lease),
-        (
-            coordinator_module,
-            "read_history",
-            lambda storage, known=None: storage.journal.value.history(storage.lease.epoch - 1),
-        ),
+        (opening_module, "newest_segment", lambda storage: 0),
+        (opening_module, "open_root", lambda storage, identity, **options: storage.lease),
+        (opening_module, "read_history", history),
+        (coordinator_module, "read_history", history),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     logger = logging.getLogger("ckptfsm")
