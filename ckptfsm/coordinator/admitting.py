@@ -15,11 +15,7 @@ from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import MANIFEST, TRACKER, Layout, tracker_text
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import fsync_tree_dirs, fsync_tree_files, lookup, move, put
-from ckptfsm.disk.inspection import (
-    inspect_published,
-    newest_published_epoch,
-    read_tracker,
-)
+from ckptfsm.disk.inspection import inspect_published, newest_published_epoch, read_tracker
 from ckptfsm.disk.journal import newest_segment
 from ckptfsm.disk.ownership import RootOwnership, open_root
 from ckptfsm.disk.verification import Choose, everything, verify_directory

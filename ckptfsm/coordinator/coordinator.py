@@ -50,42 +50,19 @@ from ckptfsm.core.events import (
     WritersLost,
 )
 from ckptfsm.core.evidence import ANOTHER_MANIFEST, is_published_as, is_whole, why_not_whole
-from ckptfsm.core.layout import (
-    INBOX,
-    JOURNAL,
-    MEGATRON,
-    QUARANTINE,
-    RECEIPTS,
-    Layout,
-    pin_name,
-)
+from ckptfsm.core.layout import INBOX, JOURNAL, MEGATRON, QUARANTINE, RECEIPTS, Layout, pin_name
 from ckptfsm.core.ledger import Ledger
-from ckptfsm.core.lifecycle import (
-    UNFINISHED,
-    Checkpoint,
-    State,
-    has_finalizers,
-)
+from ckptfsm.core.lifecycle import UNFINISHED, Checkpoint, State, has_finalizers
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery import Resume, forget_moved
-from ckptfsm.core.requests import (
-    Located,
-    NothingInFlight,
-    RecoveryReport,
-    SaveRequest,
-)
+from ckptfsm.core.requests import Located, NothingInFlight, RecoveryReport, SaveRequest
 from ckptfsm.core.retention import BestN, KeepAll, Policy, describe_tracked
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import list_names, lookup, storage_error
 from ckptfsm.disk.inbox import Inbox
-from ckptfsm.disk.inspection import (
-    gather_evidence,
-    inspect_published,
-    read_commit,
-    read_tracker,
-)
+from ckptfsm.disk.inspection import gather_evidence, inspect_published, read_commit, read_tracker
 from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.reader_lease import ReaderLeases

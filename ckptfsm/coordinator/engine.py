@@ -69,14 +69,7 @@ from ckptfsm.core.events import (
 )
 from ckptfsm.core.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, pin_name, segment_name
 from ckptfsm.core.ledger import Ledger, Rejected, Transition
-from ckptfsm.core.lifecycle import (
-    FORGOTTEN,
-    UNFINISHED,
-    UNPUBLISHED,
-    Checkpoint,
-    State,
-    find_row,
-)
+from ckptfsm.core.lifecycle import FORGOTTEN, UNFINISHED, UNPUBLISHED, Checkpoint, State, find_row
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, Storage
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews

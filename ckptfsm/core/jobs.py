@@ -12,6 +12,7 @@ which change, which are removed, and which wait for a turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -32,7 +33,6 @@ _PASSED_OVER = "newer checkpoints came before its turn"
 _WITHDRAWN = "its checkpoint was withdrawn before its turn"
 _PRUNED = "its checkpoint was pruned before its turn"
 _INTERRUPTED = "its process was ended during the last attempt"
-_PLACEHOLDERS = ("path", "step")
 Key = tuple[AttemptId, str]
 
 
@@ -89,18 +89,9 @@ class Job(Task):
 
 def with_placeholders(command: Sequence[str], path: str, step: int) -> list[str]:
     """The arguments of a program, with ``{path}`` and ``{step}`` replaced; other braces stay."""
-    values = dict(zip(_PLACEHOLDERS, (path, str(step)), strict=True))
-    return [_filled(word, values) for word in command]
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    """``word``, with each placeholder replaced once: the path may have braces of its own."""
-    for name, value in values.items():
-        mark = "{" + name + "}"
-        if mark in word:
-            before, _, after = word.partition(mark)
-            return f"{_filled(before, values)}{value}{_filled(after, values)}"
-    return word
+    values = {"{path}": path, "{step}": str(step)}
+    # In one pass: the path may have braces of its own.
+    return [re.sub(r"\{(path|step)\}", lambda found: values[found[0]], word) for word in command]
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ OWNER_STATE = Family(
 CHECKPOINTS = Family("ckptfsm_checkpoints", "Checkpoints of the journal, by state.", "state")
 JOBS = Family("ckptfsm_jobs", "Records of the jobs of on_tracked, by state.", "state")
 
-IN_EXPORT = (
+_IN_BOTH = (
     LATEST_STEP,
     LATEST_BYTES,
     LATEST_RATE,
@@ -125,26 +125,9 @@ IN_EXPORT = (
     LATEST_STATES,
     FAILURES,
     FREE_BYTES,
-    OWNER_ALIVE,
-    OWNER_STATE,
-    CHECKPOINTS,
-    JOBS,
 )
-IN_TRAINER = (
-    LATEST_STEP,
-    LATEST_BYTES,
-    LATEST_RATE,
-    LATEST_TRACKED,
-    LATEST_AGE,
-    LATEST_STATES,
-    LATEST_STALL,
-    STALL,
-    TRACKED,
-    FAILURES,
-    REFUSED,
-    UNPOLLED,
-    FREE_BYTES,
-)
+IN_EXPORT = (*_IN_BOTH, OWNER_ALIVE, OWNER_STATE, CHECKPOINTS, JOBS)
+IN_TRAINER = (*_IN_BOTH, LATEST_STALL, STALL, TRACKED, REFUSED, UNPOLLED)
 
 
 def seconds_of_writing(states: Mapping[State, float]) -> float:

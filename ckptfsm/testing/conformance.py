@@ -25,11 +25,7 @@ from pydantic import ValidationError
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core import documents
-from ckptfsm.core.documents import (
-    MAX_SEGMENT_BYTES,
-    RECORD,
-    first_problem,
-)
+from ckptfsm.core.documents import MAX_SEGMENT_BYTES, RECORD, first_problem
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import JOURNAL, parse_segment
 from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, State
