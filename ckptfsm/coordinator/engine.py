@@ -25,10 +25,8 @@ from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
     MetricsRecorded,
     Pin,
-    RollbackFinished,
-    RollbackStarted,
+    Record,
     Seal,
-    SegmentClosed,
     SegmentOpened,
     TransitionRecord,
     checkpoint_record,
@@ -622,16 +620,7 @@ class Engine:
         except (OSError, CkptFsmError):
             return  # the disk does not say
 
-    def append(
-        self,
-        record: TransitionRecord
-        | RollbackStarted
-        | RollbackFinished
-        | MetricsRecorded
-        | SegmentClosed,
-        *,
-        essential: bool = False,
-    ) -> None:
+    def append(self, record: Record, *, essential: bool = False) -> None:
         """Journal a record durably. Raises ``StorageError``."""
         try:
             self._journal.append(record, essential=essential)

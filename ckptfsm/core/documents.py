@@ -76,6 +76,14 @@ class Document(BaseModel):
     )
 
 
+class OfAttempt(Document):
+    """Base of what has the ``step``, ``epoch`` and ``attempt`` of an attempt."""
+
+    @property
+    def of(self) -> AttemptId:
+        return AttemptId(self.step, self.epoch, self.attempt)  # type: ignore[attr-defined]
+
+
 @dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """A file of a checkpoint; ``digest`` is ``xxh3_128:<hex>`` of its content."""
@@ -98,7 +106,7 @@ class Part(Document):
         return PartSpec(self.name, self.kind, self.directory, self.ranks, self.optional)
 
 
-class Receipt(Document):
+class Receipt(OfAttempt):
     """The shards that one rank wrote for one part: every file, fsynced, and its write results.
 
     ``files`` are named relative to the step's directory. ``results`` are rows of the part: for
@@ -117,12 +125,8 @@ class Receipt(Document):
     results: tuple[tuple[Any, ...], ...] = ()
     dropped: str = ""
 
-    @property
-    def of(self) -> AttemptId:
-        return AttemptId(self.step, self.epoch, self.attempt)
 
-
-class Manifest(Document):
+class Manifest(OfAttempt):
     """The commit record inside a published directory: a directory that carries it is complete.
 
     ``files`` lists all other files of the directory, receipts included. ``provenance`` names the
@@ -142,10 +146,6 @@ class Manifest(Document):
     provenance: dict[str, str] = {}
     dropped: dict[str, str] = {}
     written_at: str = ""
-
-    @property
-    def of(self) -> AttemptId:
-        return AttemptId(self.step, self.epoch, self.attempt)
 
 
 class Holder(Document):
@@ -217,7 +217,7 @@ class JobState(Enum):
 JobName = Annotated[str, StringConstraints(pattern=f"^{JOB_NAME}$")]
 
 
-class JobRecord(Document):
+class JobRecord(OfAttempt):
     """A job of ``on_tracked`` for one checkpoint. ``begun``: the number of attempts that began.
 
     ``reason``: the last error, or why the job was missed. ``at`` is for people.
@@ -232,10 +232,6 @@ class JobRecord(Document):
     begun: Count = 0
     reason: Annotated[str, StringConstraints(max_length=4000)] = ""
     at: str = ""
-
-    @property
-    def of(self) -> AttemptId:
-        return AttemptId(self.step, self.epoch, self.attempt)
 
 
 class CheckpointRecord(Document):
@@ -289,7 +285,7 @@ class SegmentOpened(Document):
     checkpoints: tuple[CheckpointRecord, ...]
 
 
-class TransitionRecord(Document):
+class TransitionRecord(OfAttempt):
     """A transition, as journaled and as hooks receive it.
 
     ``at`` is for people, never for decisions.
@@ -316,10 +312,6 @@ class TransitionRecord(Document):
     created: CheckpointRecord | None = None
 
     @property
-    def of(self) -> AttemptId:
-        return AttemptId(self.step, self.epoch, self.attempt)
-
-    @property
     def acknowledges(self) -> bool:
         """True if a save became tracked; False for an adopted or a restored checkpoint."""
         return self.dest is State.TRACKED and self.source is State.FINALIZED
@@ -340,7 +332,7 @@ class RollbackFinished(Document):
     at: str = ""
 
 
-class MetricsRecorded(Document):
+class MetricsRecorded(OfAttempt):
     """Metrics of a tracked checkpoint that came after its save. Each replaces one of the same name."""
 
     type: Literal["metrics_recorded"] = "metrics_recorded"
@@ -349,10 +341,6 @@ class MetricsRecorded(Document):
     attempt: Number
     metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=MOST)]
     at: str = ""
-
-    @property
-    def of(self) -> AttemptId:
-        return AttemptId(self.step, self.epoch, self.attempt)
 
 
 class SegmentClosed(Document):

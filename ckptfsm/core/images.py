@@ -21,14 +21,18 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Literal(Sent):
-    """Bytes that are known when the save is planned."""
-
+class _Known(Sent):
     data: bytes
 
     @property
     def size(self) -> int:
         return len(self.data)
+
+
+class Literal(_Known):
+    """Bytes that are known when the save is planned."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,10 @@ class Memory(Sent):
     early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Copied(Sent):
+class Copied(_Known):
     """The data of one tensor, as it was when the save was staged."""
 
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +99,10 @@ def combined(crcs: tuple[int | None, ...], crc: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BlobTail(Sent):
+class BlobTail(_Known):
     """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
 
-    data: bytes
     patch: Patch
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
 
 
 Piece = Literal | Memory | Copied | BlobTail
