@@ -22,6 +22,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -202,176 +203,174 @@ class PosixStorage:
     # -- files ---------------------------------------------------------------------------------
 
     def open_exclusive(self, path: str, *, direct: bool = False) -> int:
-        with self._entry(path, changes=True) as (parent, name):
+        with self._place(path, changes=True) as (parent, name):
             fd = os.open(name, _EXCLUSIVE, 0o666, dir_fd=parent)
-            if direct:
-                self._try_direct(fd)
-            return self._opened(fd, path)
+            return self._opened(fd, path, direct)
 
     def open_existing(self, path: str) -> int:
-        with self._entry(path) as (parent, name):
-            return self._opened(_open_regular(parent, name), path)
+        return self.open_reading(path)
 
     def open_reading(self, path: str, *, direct: bool = False) -> int:
-        with self._entry(path) as (parent, name):
-            fd = _open_regular(parent, name)
-            if direct:
-                self._try_direct(fd)
-            return self._opened(fd, path)
+        with self._place(path) as (parent, name):
+            return self._opened(_open_regular(parent, name), path, direct)
 
-    def _try_direct(self, fd: int) -> None:
-        """Set a new handle to direct, where the file system can; close it if that fails."""
-        try:
-            _make_direct(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._direct.add(fd)
+    def _opened(self, fd: int, path: str, direct: bool) -> int:
+        """Note a new handle; with ``direct``, set it so where the file system can."""
+        if direct:
+            try:
+                _make_direct(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._direct.add(fd)
+        self._open[fd] = path
+        return fd
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
-        with _named(self._path_of(handle)):
-            return self._transferred(handle, lambda: os.write(handle, data))
+        return self._transfer(handle, os.write, data)
 
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
-        with _named(self._path_of(handle)):
-            return self._transferred(handle, lambda: os.pwrite(handle, data, offset))
+        return self._transfer(handle, os.pwrite, data, offset)
 
     def pread(self, handle: int, into: memoryview, offset: int) -> int:
-        with _named(self._path_of(handle)):
-            if offset < 0:  # preadv takes -1 for the handle's position
-                raise OSError(errno.EINVAL, "negative offset")
-            return self._transferred(handle, lambda: os.preadv(handle, [into], offset))
+        return self._transfer(handle, _pread, into, offset)
 
-    def _transferred(self, handle: int, transfer: Callable[[], int]) -> int:
+    def _transfer(self, handle: int, call: Callable[..., int], *arguments: Any) -> int:
         """Read or write; where that is refused directly, make the handle ordinary and try again."""
         try:
-            return transfer()
+            return self._call(handle, call, *arguments)
         except OSError as error:
             # No look at the flag: another thread's refused call may have cleared it meanwhile.
             if error.errno != errno.EINVAL or handle not in self._direct:
                 raise
         _make_ordinary(handle)
-        return transfer()
+        return self._call(handle, call, *arguments)
+
+    def _call(self, handle: int, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a system call on an open handle."""
+        path = self._open.get(handle)
+        if path is None:
+            raise OSError(errno.EBADF, "not an open handle of this storage")
+        try:
+            return call(handle, *arguments)
+        except OSError as error:
+            error.filename = path
+            raise
 
     def allocate(self, handle: int, size: int) -> bool:
-        with _named(self._path_of(handle)):
-            if size < 0:
-                raise OSError(errno.EINVAL, "negative size")
-            code = _fallocate(handle, size)
-            if code in _CANNOT_ALLOCATE:
-                return False
-            if code:
-                raise OSError(code, os.strerror(code))
-            return True
+        return self._call(handle, _allocate, size)
 
     def truncate(self, handle: int, size: int) -> None:
-        with _named(self._path_of(handle)):
-            os.ftruncate(handle, size)
+        self._call(handle, os.ftruncate, size)
 
     def fsync(self, handle: int) -> None:
-        with _named(self._path_of(handle)):
-            os.fsync(handle)
+        self._call(handle, os.fsync)
 
     def close(self, handle: int) -> None:
-        with _named(self._path_of(handle)):
-            # Forgotten first: Linux releases the descriptor even when close fails, and a second
-            # close could hit a file that another thread opened in between.
-            del self._open[handle]
-            self._direct.discard(handle)
-            os.close(handle)
+        self._call(handle, self._close)
+
+    def _close(self, handle: int) -> None:
+        # Forgotten first: Linux releases the descriptor even when close fails, and a second
+        # close could hit a file that another thread opened in between.
+        del self._open[handle]
+        self._direct.discard(handle)
+        os.close(handle)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
-        def content(parent: int, name: str) -> bytes:
-            fd = _open_regular(parent, name)
-            try:
-                return _read_up_to(fd, limit, offset)
-            finally:
-                os.close(fd)
-
-        return self._look(path, content)
+        with self._place(path) as (parent, name), _regular(parent, name) as fd:
+            return _read_up_to(fd, limit, offset)
 
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
-        try:
-            with self._directory(directory, split_path(directory), changes=False) as parent:
-                for name in names:
-                    content = _content(parent, name, limit)
-                    if content is not None:
-                        yield name, content
-        except FileNotFoundError:
-            return  # the directory does not exist
+        with (
+            contextlib.suppress(FileNotFoundError),  # the directory does not exist
+            self._directory(directory) as (parent, _),
+        ):
+            for name in names:
+                if "/" in name or "\0" in name or name in _NO_NAMES:
+                    raise ConfigError("not a name in a directory", path=name)
+                try:
+                    with _regular(parent, name) as fd:
+                        content = _read_up_to(fd, limit, 0)
+                except FileNotFoundError:
+                    continue
+                yield name, content
 
     def digest(self, path: str) -> str:
-        with self._entry(path) as (parent, name):
-            fd = _open_regular(parent, name)
-            try:
-                return _digest(fd)
-            finally:
-                os.close(fd)
+        with self._place(path) as (parent, name), _regular(parent, name) as fd:
+            return _digest(fd)
 
     # -- names ---------------------------------------------------------------------------------
 
     def rename(self, src: str, dst: str) -> None:
-        with self._entries(src, dst) as (at, old, to, new):
+        with self._two_places(src, dst) as (at, old, to, new):
             os.rename(old, new, src_dir_fd=at, dst_dir_fd=to)
 
     def link(self, src: str, dst: str) -> None:
-        with self._entries(src, dst) as (at, old, to, new):
+        with self._two_places(src, dst) as (at, old, to, new):
             os.link(old, new, src_dir_fd=at, dst_dir_fd=to, follow_symlinks=False)
 
     def mkdir(self, path: str) -> None:
-        with self._entry(path, changes=True) as (parent, name):
+        with self._place(path, changes=True) as (parent, name):
             os.mkdir(name, 0o777, dir_fd=parent)
             if path.rpartition("/")[0] == PRIVATE:
                 _let_group_write(parent, name)
 
     def rmdir(self, path: str) -> None:
-        with self._entry(path, changes=True) as (parent, name):
+        with self._place(path, changes=True) as (parent, name):
             os.rmdir(name, dir_fd=parent)
 
     def unlink(self, path: str) -> None:
-        with self._entry(path, changes=True) as (parent, name):
+        with self._place(path, changes=True) as (parent, name):
             os.unlink(name, dir_fd=parent)
 
     def touch(self, path: str) -> None:
-        with self._entry(path, changes=True) as (parent, name):
+        with self._place(path, changes=True) as (parent, name):
             os.utime(name, dir_fd=parent, follow_symlinks=False)
 
     def fsync_dir(self, path: str) -> None:
-        with self._directory(path, split_path(path), changes=False) as fd:
+        with self._directory(path) as (fd, _):
             os.fsync(fd)
 
     def listdir(self, path: str) -> list[str]:
-        with self._listing(path) as fd:
-            return sorted(os.listdir(fd))
+        with self._listing(path) as found:
+            return sorted(entry.name for entry in found)
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        with self._listing(path) as fd, os.scandir(fd) as found:
+        with self._listing(path) as found:
             yield from _with_stats(found)
 
     def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        with self._listing(path) as fd, os.scandir(fd) as found:
-            yield from _with_kinds(found)
+        with self._listing(path) as found:
+            for entry in found:
+                if entry.is_file(follow_symlinks=False):
+                    yield entry.name, "file"
+                elif entry.is_dir(follow_symlinks=False):
+                    yield entry.name, "dir"
+                else:
+                    yield from ((name, stat.kind) for name, stat in _with_stats((entry,)))
 
     @contextmanager
-    def _listing(self, path: str) -> Iterator[int]:
+    def _listing(self, path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
         """A new description of a directory: the root's has one position for all threads and forks.
 
         Through the root's, btrfs shows only the names of the previous listing.
         """
-        with self._directory(path, split_path(path), changes=False) as fd:
+        with self._directory(path) as (fd, _):
             own = os.open(".", _DIRECTORY, dir_fd=fd)
             try:
-                yield own
+                with os.scandir(own) as found:
+                    yield found
             finally:
                 os.close(own)
 
     def stat(self, path: str) -> FileStat:
-        if not split_path(path):
-            with self._directory(path, (), changes=False) as fd:
+        if not path:
+            with self._directory(path) as (fd, _):
                 return _file_stat(os.fstat(fd))
-        return self._look(path, _stat_in)
+        with self._place(path) as (parent, name):
+            return _file_stat(os.stat(name, dir_fd=parent, follow_symlinks=False))
 
     def free_bytes(self) -> int:
         found = os.fstatvfs(self._root_fd)
@@ -380,7 +379,7 @@ class PosixStorage:
     # -- the liveness lock ---------------------------------------------------------------------
 
     def try_lock(self, path: str) -> int | None:
-        with self._entry(path, changes=True) as (parent, name), _locks.mutex:
+        with self._place(path, changes=True) as (parent, name), _locks.mutex:
             if _regular_inode(parent, name) in _locks.held:
                 return None  # opening the file and closing it again would drop the lock we have
             fd = os.open(name, _LOCK, 0o666, dir_fd=parent)
@@ -408,96 +407,41 @@ class PosixStorage:
 
     # -- the walk ------------------------------------------------------------------------------
 
-    def _opened(self, fd: int, path: str) -> int:
-        self._open[fd] = path
-        return fd
-
-    def _path_of(self, handle: int) -> str:
-        path = self._open.get(handle)
-        if path is None:
-            raise OSError(errno.EBADF, "not an open handle of this storage")
-        return path
-
-    @contextmanager
-    def _entry(self, path: str, *, changes: bool = False) -> Iterator[tuple[int, str]]:
-        """The opened directory that holds ``path``, and the name in it."""
+    def _place(self, path: str, *, changes: bool = False) -> _Place:
+        """The directory of an entry, and its name there."""
         pieces = split_entry(path)
-        with self._directory(path, pieces[:-1], changes=changes) as fd:
-            yield fd, pieces[-1]
+        return _Place(self, path, pieces[:-1], pieces[-1], changes)
 
-    def _look(self, path: str, look: Callable[[int, str], T]) -> T:
-        """As ``_entry``, for calls that only look: there are ten of them for every checkpoint."""
-        pieces, root = split_entry(path), self._root_fd
-        try:
-            if root < 0:
-                raise OSError(errno.EBADF, "the storage is closed")
-            fd = self._reach(root, pieces[:-1], changes=False)
-            try:
-                return look(fd, pieces[-1])
-            finally:
-                if fd != root:
-                    os.close(fd)
-        except OSError as error:
-            _name(error, path)
-            self._explain(error, path)
-            raise
-
-    def _explain(self, error: OSError, path: str) -> None:
-        """Tell whose the file and its directory are, if that decided about an error."""
-        plain = error.errno is not None and error.strerror == os.strerror(error.errno)
-        if error.errno not in (errno.EACCES, errno.EPERM) or not plain:
-            return
-        places = [each for each in (path.rpartition("/")[0], path) if each]
-        told = [words for each in places or [""] if (words := self._described(each))]
-        error.strerror = f"{error.strerror} ({', '.join(told)})"
-
-    def _described(self, path: str) -> str:
-        """The owner, group and mode of a file; "" if that cannot be seen."""
-        try:
-            found = os.stat(path or ".", dir_fd=self._root_fd, follow_symlinks=False)
-        except OSError:
-            return ""
-        place = f"{self.root}/{path}" if path else self.root
-        return f"{place}: {_whose(found)}"
+    def _directory(self, path: str) -> _Place:
+        """A directory, to look into."""
+        return _Place(self, path, split_path(path), "", False)
 
     @contextmanager
-    def _entries(self, src: str, dst: str) -> Iterator[tuple[int, str, int, str]]:
-        """Both directories of a rename or link, with the names in them."""
-        with (
-            _named(src, dst),
-            self._entry(src, changes=True) as (at, old),
-            self._entry(dst, changes=True) as (to, new),
-        ):
-            yield at, old, to, new
-
-    @contextmanager
-    def _directory(self, path: str, pieces: tuple[str, ...], *, changes: bool) -> Iterator[int]:
-        """The directory ``pieces`` opened; errors inside are named after ``path``."""
-        root = fd = self._root_fd
+    def _two_places(self, src: str, dst: str) -> Iterator[tuple[int, str, int, str]]:
+        """The places of both names of a rename or link."""
         try:
-            with _named(path):
-                if root < 0:  # os.listdir(-1) would list the working directory
-                    raise OSError(errno.EBADF, "the storage is closed")
-                fd = self._reach(root, pieces, changes)
-                yield fd
+            with (
+                self._place(src, changes=True) as (at, old),
+                self._place(dst, changes=True) as (to, new),
+            ):
+                yield at, old, to, new
         except OSError as error:
-            self._explain(error, path)
+            error.filename, error.filename2 = src, dst
             raise
-        finally:
-            if fd != root:
-                os.close(fd)
 
-    def _reach(self, root: int, pieces: tuple[str, ...], changes: bool) -> int:
+    def reach(self, pieces: tuple[str, ...], changes: bool) -> int:
         """Open the directory ``pieces``: in one call where the kernel can, else piece by piece.
 
-        The walk alone decides about errors, so that they are the same everywhere.
+        The walk alone decides about errors, so that they are the same everywhere. The root itself
+        is given as it is: nobody closes it.
         """
-        if not pieces:
-            return root
-        found = _open_beneath(root, pieces)
+        root = self._root_fd
+        if root < 0:  # os.listdir(-1) would list the working directory
+            raise OSError(errno.EBADF, "the storage is closed")
+        found = _open_beneath(root, pieces) if pieces else root
         if found is None:
             return self._walk(root, pieces, changes)
-        if changes and os.fstat(found).st_dev != self._device:
+        if changes and pieces and os.fstat(found).st_dev != self._device:
             os.close(found)
             return self._walk(root, pieces, changes)
         return found
@@ -518,23 +462,53 @@ class PosixStorage:
             raise
         return fd
 
+    def explain(self, error: OSError, path: str) -> None:
+        """Name the path in an error; where rights decided, also whose the file and its directory are."""
+        error.filename = path
+        plain = error.errno is not None and error.strerror == os.strerror(error.errno)
+        if error.errno not in (errno.EACCES, errno.EPERM) or not plain:
+            return
+        places = [each for each in (path.rpartition("/")[0], path) if each]
+        told = [words for each in places or [""] if (words := self._described(each))]
+        error.strerror = f"{error.strerror} ({', '.join(told)})"
 
-@contextmanager
-def _named(path: str, other: str | None = None) -> Iterator[None]:
-    """Name the path relative to the root in errors inside, not the last component alone."""
-    try:
-        yield
-    except OSError as error:
-        _name(error, path, other)
-        raise
+    def _described(self, path: str) -> str:
+        """The owner, group and mode of a file; "" if that cannot be seen."""
+        try:
+            found = os.stat(path or ".", dir_fd=self._root_fd, follow_symlinks=False)
+        except OSError:
+            return ""
+        place = f"{self.root}/{path}" if path else self.root
+        return f"{place}: {_whose(found)}"
 
 
-def _name(error: OSError, path: str, other: str | None = None) -> None:
-    error.filename = path
-    if (
-        other is not None or error.filename2 is not None
-    ):  # one that is set to None is told as "None"
-        error.filename2 = other
+class _Place:
+    """A directory of a storage that is open in a block, and a name in it.
+
+    Not a ``contextmanager``: ten looks are made for every checkpoint, and this costs half as much.
+    """
+
+    __slots__ = ("_changes", "_fd", "_name", "_path", "_pieces", "_storage")
+
+    def __init__(
+        self, storage: PosixStorage, path: str, pieces: tuple[str, ...], name: str, changes: bool
+    ) -> None:
+        self._storage, self._path, self._pieces = storage, path, pieces
+        self._name, self._changes = name, changes
+
+    def __enter__(self) -> tuple[int, str]:
+        try:
+            self._fd = self._storage.reach(self._pieces, self._changes)
+        except OSError as error:
+            self._storage.explain(error, self._path)
+            raise
+        return self._fd, self._name
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._pieces:
+            os.close(self._fd)
+        if isinstance(error, OSError):
+            self._storage.explain(error, self._path)
 
 
 def _open_beneath(root: int, pieces: tuple[str, ...]) -> int | None:
@@ -614,16 +588,12 @@ def _open_regular(parent: int, name: str) -> int:
     return fd
 
 
-def _content(parent: int, name: str, limit: int) -> bytes | None:
-    """The beginning of a regular file in a directory; None if it does not exist."""
-    if "/" in name or "\0" in name or name in _NO_NAMES:
-        raise ConfigError("not a name in a directory", path=name)
+@contextmanager
+def _regular(parent: int, name: str) -> Iterator[int]:
+    """A regular file, open for reading in a block."""
+    fd = _open_regular(parent, name)
     try:
-        fd = _open_regular(parent, name)
-    except FileNotFoundError:
-        return None
-    try:
-        return _read_up_to(fd, limit, 0)
+        yield fd
     finally:
         os.close(fd)
 
@@ -642,13 +612,23 @@ def _make_ordinary(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def _fallocate(fd: int, size: int) -> int:
-    """Call fallocate(2), which never writes as ``posix_fallocate`` may. Returns 0 or the errno."""
+def _pread(fd: int, into: memoryview, offset: int) -> int:
+    if offset < 0:  # preadv takes -1 for the handle's position
+        raise OSError(errno.EINVAL, "negative offset")
+    return os.preadv(fd, [into], offset)
+
+
+def _allocate(fd: int, size: int) -> bool:
+    """Call fallocate(2), which never writes as ``posix_fallocate`` may. False where there is none."""
+    if size < 0:
+        raise OSError(errno.EINVAL, "negative size")
     while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
         code = ctypes.get_errno()
+        if code in _CANNOT_ALLOCATE:
+            return False
         if code != errno.EINTR:
-            return code
-    return 0
+            raise OSError(code, os.strerror(code))
+    return True
 
 
 def _read_up_to(fd: int, limit: int, offset: int) -> bytes:
@@ -680,26 +660,12 @@ def _digest(fd: int) -> str:
     return DIGEST_PREFIX + hasher.hexdigest()
 
 
-def _stat_in(parent: int, name: str) -> FileStat:
-    return _file_stat(os.stat(name, dir_fd=parent, follow_symlinks=False))
-
-
 def _with_stats(found: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, FileStat]]:
     for entry in found:
         try:
             yield entry.name, _file_stat(entry.stat(follow_symlinks=False))
         except FileNotFoundError:
             continue  # it went since it was listed
-
-
-def _with_kinds(found: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, FileKind]]:
-    for entry in found:
-        if entry.is_file(follow_symlinks=False):
-            yield entry.name, "file"
-        elif entry.is_dir(follow_symlinks=False):
-            yield entry.name, "dir"
-        else:
-            yield from ((name, stat.kind) for name, stat in _with_stats((entry,)))
 
 
 def _file_stat(found: os.stat_result) -> FileStat:
