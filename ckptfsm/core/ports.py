@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckptfsm.core.documents import FileEntry
@@ -281,8 +281,8 @@ class Written(NamedTuple):
 class PartJob:
     """The share of a rank in a part, ready to be written. Subclass it, and write a file at least.
 
-    The properties are those of a share that only a fork of the trainer can write. A ``portable`` one
-    can be written by any process, which is given the ``bound`` share.
+    The properties are those of a share that only a fork of the trainer can write. Of a ``portable``
+    one, the writer gets a pickled copy: that must not have the trainer's objects.
     """
 
     __slots__ = ()
@@ -305,8 +305,13 @@ class PartJob:
         return None
 
     @property
-    def turns(self) -> tuple[tuple[Image, ...], ...]:
-        """The images in writing order. Those of a turn are written side by side."""
+    def shares(self) -> tuple[PartJob, ...]:
+        """The shares that it consists of, in writing order."""
+        return (self,)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The files of this share whose bytes the writer reads. They are written side by side."""
         return ()
 
     @property
@@ -314,12 +319,8 @@ class PartJob:
         """The copies that fill memory of the images; None if it has the state already."""
         return None
 
-    def bound(self, source: ChunkSource | None) -> PartJob:
-        """The same share, with the source of its chunks, and without the trainer's objects."""
-        return self
-
-    def give_up(self, error: BaseException) -> None:
-        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
+    def read_from(self, source: ChunkSource) -> None:
+        """Take the chunks of the images from there: called in the process that writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +350,13 @@ class RankJob:
         return all(part.files is not None for part in self.parts)
 
     @property
-    def turns(self) -> tuple[tuple[Image, ...], ...]:
-        """The images of all parts in writing order."""
-        return tuple(turn for part in self.parts for turn in part.turns)
+    def shares(self) -> tuple[PartJob, ...]:
+        """The shares of all parts in writing order."""
+        return tuple(share for part in self.parts for share in part.shares)
 
     @property
     def images(self) -> tuple[Image, ...]:
-        return tuple(image for turn in self.turns for image in turn)
+        return tuple(image for share in self.shares for image in share.images)
 
     @property
     def memory(self) -> Iterator[Memory]:
@@ -371,11 +372,7 @@ class RankJob:
     @property
     def copying(self) -> Copying | None:
         """The copies that the writer waits for: one object for all parts of a save."""
-        return next((p.copying for p in self.parts if p.copying is not None), None)
-
-    def bound(self, source: ChunkSource | None) -> RankJob:
-        """The same job, with the source of its chunks, and without the trainer's objects."""
-        return replace(self, parts=tuple(part.bound(source) for part in self.parts))
+        return next((s.copying for s in self.shares if s.copying is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, WriterGone
 from ckptfsm.core.formats import REPORT, TORCH_DIST, TREE
-from ckptfsm.core.images import ChunkSource, Copying, Image
 from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
@@ -395,23 +394,12 @@ class GroupShare(PartJob):
     clock: Clock
 
     @property
-    def turns(self) -> tuple[tuple[Image, ...], ...]:
-        return tuple(turn for job in self.jobs for turn in job.turns)
-
-    @property
-    def copying(self) -> Copying | None:
-        return next((job.copying for job in self.jobs if job.copying is not None), None)
+    def shares(self) -> tuple[PartJob, ...]:
+        return self.jobs
 
     @property
     def portable(self) -> bool:
         return all(job.portable for job in self.jobs)
-
-    def bound(self, source: ChunkSource | None) -> GroupShare:
-        return replace(self, jobs=tuple(job.bound(source) for job in self.jobs))
-
-    def give_up(self, error: BaseException) -> None:
-        for job in self.jobs:
-            job.give_up(error)
 
     def write(self, storage: Storage, location: str) -> Written:
         files: list[FileEntry] = []

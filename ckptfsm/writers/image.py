@@ -1,12 +1,11 @@
 """The pass that writes an image (``core/images.py``).
 
-The data of tensors is memory of the trainer that a ``MemoryReader`` reads, or a copy. The pass reads
-an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, it fills a buffer, sums it (CRC-32
-of each blob, digest of the file), and writes it past the page cache. A ``ChunkSource`` fills the
-buffers: when it is asked to, or by threads that run ahead.
+The pass reads an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, a ``ChunkSource``
+fills a buffer: when it is asked to, or by threads that run ahead. The pass sums the chunk (CRC-32 of
+each blob, digest of the file), and writes it past the page cache.
 
-Rules: a file has its full size from the first moment, so its size proves nothing. The digest in the
-receipt is that of the bytes which were given to the disk. A file is durable when ``write`` returns.
+A file has its full size from the first moment, so its size proves nothing. The digest in the receipt
+is that of the bytes which were given to the disk.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import xxhash
 
@@ -38,7 +37,6 @@ from ckptfsm.core.images import (
     Slice,
 )
 from ckptfsm.core.layout import join
-from ckptfsm.core.parts import Sent
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, PartJob, Storage, Written
 from ckptfsm.disk.durable import make_dirs, write_all
 
@@ -120,74 +118,20 @@ class Sums:
         return DIGEST_PREFIX + self._digest.hexdigest()
 
 
-class ImageFile(AbstractContextManager["ImageFile"]):
-    """The file of an image on its way to the disk, past the page cache where that is possible."""
-
-    def __init__(self, storage: Storage, path: str, size: int) -> None:
-        self._storage, self._size = storage, size
-        self._handle = storage.open_exclusive(path, direct=True)
-        self._open = True
-
-    def __enter__(self) -> ImageFile:
-        try:
-            self._storage.allocate(self._handle, self._size)
-        except BaseException:
-            self._storage.close(self._handle)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._open:
-            self._open = False
-            self._storage.close(self._handle)
-
-    def put(self, view: memoryview, length: int, offset: int) -> None:
-        """Write a chunk; the last one is padded to a whole block."""
-        padded = -(-length // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-        if padded > length:
-            view[length:padded] = bytes(padded - length)
-        write_all(self._storage, self._handle, view[:padded], offset)
-
-    def close_durably(self) -> None:
-        """Cut the padding off, fsync, close."""
-        self._storage.truncate(self._handle, self._size)
-        self._storage.fsync(self._handle)
-        self.__exit__(None, None, None)
-
-
-class _PutAtOnce(AbstractContextManager["_PutAtOnce"]):
-    """Writes each chunk before the next one is filled."""
-
-    def __init__(self, file: ImageFile) -> None:
-        self._file = file
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is in flight."""
-
-    def put(self, chunk: Chunk, length: int, offset: int) -> None:
-        self._file.put(chunk.view, length, offset)
-        chunk.give_back()
-
-
 class _Puts(AbstractContextManager["_Puts"]):
     """Writes chunks on a few threads, so that the disk works while the next chunk is summed.
 
     The first error is raised by the next ``put``, or at the end. Later chunks are given back
-    unwritten then, so that no thread waits for their buffers.
+    unwritten then, so that no thread waits for their buffers. Without threads, ``put`` writes.
     """
 
-    def __init__(self, file: ImageFile) -> None:
-        self._file = file
-        self._todo: queue.Queue[tuple[Chunk, int, int] | None] = queue.Queue(_STREAMS)
+    def __init__(self, storage: Storage, handle: int, *, streams: int) -> None:
+        self._storage, self._handle = storage, handle
+        self._todo: queue.Queue[tuple[Chunk, int, int] | None] = queue.Queue(streams)
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._work, daemon=True, name="ckptfsm-put")
-            for _ in range(_STREAMS)
+            for _ in range(streams)
         ]
         for thread in self._threads:
             thread.start()
@@ -206,43 +150,54 @@ class _Puts(AbstractContextManager["_Puts"]):
             raise self._error
 
     def put(self, chunk: Chunk, length: int, offset: int) -> None:
+        if self._threads and self._error is None:
+            self._todo.put((chunk, length, offset))
+            return
+        self._write(chunk, length, offset)
         if self._error is not None:
-            chunk.give_back()
             raise self._error
-        self._todo.put((chunk, length, offset))
 
     def _work(self) -> None:
         while (item := self._todo.get()) is not None:
-            chunk, length, offset = item
-            try:
-                if self._error is None:
-                    self._file.put(chunk.view, length, offset)
-            except BaseException as error:  # raised on the thread that fills
-                self._error = self._error or error
-            chunk.give_back()
+            self._write(*item)
+
+    def _write(self, chunk: Chunk, length: int, offset: int) -> None:
+        """Write a chunk, unless an earlier one failed; the last is padded to a whole block."""
+        padded = -(-length // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        try:
+            if self._error is None:
+                chunk.view[length:padded] = bytes(padded - length)
+                write_all(self._storage, self._handle, chunk.view[:padded], offset)
+        except BaseException as error:  # raised on the thread that fills
+            self._error = self._error or error
+        chunk.give_back()
 
 
 def write_image(storage: Storage, location: str, image: Image, source: ChunkSource) -> FileEntry:
     """Write one image below ``location``; durable when this returns."""
     sums = Sums()
-    with ImageFile(storage, join(location, image.name), image.size) as file:
-        with _Puts(file) if source.concurrent else _PutAtOnce(file) as puts:
+    handle = storage.open_exclusive(join(location, image.name), direct=True)
+    try:
+        storage.allocate(handle, image.size)
+        with _Puts(storage, handle, streams=_STREAMS if source.concurrent else 0) as puts:
             for offset, length, slices in image.chunks():
                 chunk = source.take(image, slices)
                 sums.add(chunk.view, slices)
                 puts.put(chunk, length, offset)
-        file.close_durably()
+        storage.truncate(handle, image.size)  # the padding
+        storage.fsync(handle)
+    finally:
+        storage.close(handle)
     return FileEntry(name=image.name, bytes=image.size, digest=sums.digest())
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePart(Sent, PartJob):
+@dataclass(slots=True)
+class ImagePart(PartJob):
     """The share of a rank in a part, as images.
 
-    ``made`` are directories below the step's that the images need besides the part's. ``source`` is
-    set by the process that writes: the trainer's addresses mean nothing elsewhere. ``owner`` keeps the
-    memory of the images alive, in the trainer. ``copying``: copies into some of that memory, which may
-    be on their way.
+    ``made`` are directories below the step's that the images need besides the part's. ``owner`` keeps
+    the memory of the images alive. ``copying``: copies into some of that memory, which may be on their
+    way. Both stay in the trainer.
     """
 
     name: str
@@ -250,9 +205,12 @@ class ImagePart(Sent, PartJob):
     images: tuple[Image, ...]
     rows: tuple[tuple[object, ...], ...] = ()
     made: tuple[str, ...] = ()
-    source: ChunkSource | None = None
     owner: object = None
     copying: Copying | None = None
+    _source: ChunkSource | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImagePart, (self.name, self.directory, self.images, self.rows, self.made)
 
     @property
     def portable(self) -> bool:
@@ -262,39 +220,29 @@ class ImagePart(Sent, PartJob):
     def files(self) -> tuple[str, ...]:
         return tuple(image.name for image in self.images)
 
-    @property
-    def turns(self) -> tuple[tuple[Image, ...], ...]:
-        return (self.images,)
-
-    def bound(self, source: ChunkSource | None) -> ImagePart:
-        return replace(self, source=source, owner=None, copying=None)
-
-    def give_up(self, error: BaseException) -> None:
-        if self.source is not None:
-            self.source.give_up(self.images, error)
+    def read_from(self, source: ChunkSource) -> None:
+        self._source = source
 
     def write(self, storage: Storage, location: str) -> Written:
         """Write the images, side by side if the source is concurrent."""
-        source = self.source
+        source = self._source
         if source is None:
-            raise AssertionError(f"part {self.name!r} was not bound to a source of its bytes")
+            raise AssertionError(f"part {self.name!r} has no source of its bytes")
         for directory in self.made:
             make_dirs(storage, directory, base=location)
-        files = self._write(storage, location, source)
+        write = partial(self._write_one, storage, location, source)
+        if not source.concurrent or len(self.images) < 2:
+            files = tuple(map(write, self.images))
+        else:
+            with ThreadPoolExecutor(len(self.images), "ckptfsm-file") as threads:
+                try:
+                    files = tuple(threads.map(write, self.images))
+                except BaseException as error:  # no thread for a file: the others need its buffers
+                    source.give_up(self.images, error)
+                    raise
         for directory in self.made:
             storage.fsync_dir(join(location, directory))
         return Written(files, self.rows)
-
-    def _write(self, storage: Storage, location: str, source: ChunkSource) -> tuple[FileEntry, ...]:
-        write = partial(self._write_one, storage, location, source)
-        if not source.concurrent or len(self.images) < 2:
-            return tuple(map(write, self.images))
-        with ThreadPoolExecutor(len(self.images), "ckptfsm-file") as threads:
-            try:
-                return tuple(threads.map(write, self.images))
-            except BaseException as error:  # no thread for a file: the others need its buffers
-                source.give_up(self.images, error)
-                raise
 
     def _write_one(
         self, storage: Storage, location: str, source: ChunkSource, image: Image

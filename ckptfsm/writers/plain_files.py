@@ -124,7 +124,7 @@ def planned_bytes(parts: Iterable[PartJob]) -> int | None:
             return None
         if isinstance(part, FilePart):
             total += len(part.data)
-        total += sum(image.size for turn in part.turns for image in turn)
+        total += sum(image.size for share in part.shares for image in share.images)
     return total
 
 

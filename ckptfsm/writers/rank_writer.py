@@ -25,6 +25,7 @@ from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.core.documents import Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
+from ckptfsm.core.images import ChunkSource
 from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import (
@@ -75,17 +76,22 @@ class FilePart(PartJob):
 def write_rank(
     storage: Storage,
     job: RankJob,
+    source: ChunkSource | None = None,
+    *,
     await_word: Callable[[], object] | None = None,
     count: Count | None = None,
     clock: Clock | None = None,
 ) -> list[tuple[str, int, Any]]:
     """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
 
-    ``await_word`` returns when the receipts may be written: they must not vouch for a torn copy. A
-    forked child has a copy that nothing tears, and gives none.
+    ``source`` reads the images. ``await_word`` returns when the receipts may be written: they must not
+    vouch for a torn copy. A forked child has a copy that nothing tears, and gives none.
     ``count`` is told the bytes of the shards while they are written. ``clock`` is the system's by
     default.
     """
+    if source is not None:
+        for share in job.shares:
+            share.read_from(source)
     visibility = Visibility(clock or SystemClock(), job.visibility_timeout_s)
     visibility.require(storage, _made_by_coordinator(job.of, job.location))
     storage = visibility.of_directories(storage)
@@ -93,8 +99,11 @@ def write_rank(
     shards = counted(storage, count)
     for part in job.parts:
         _require_mark(storage, job.of, job.location)
-        write = _try_part if part.name in job.optional else _write_part
-        written.append((part, write(shards, job, part)))
+        if part.name in job.optional:
+            result = _try_part(shards, job, part, source)
+        else:
+            result = _write_part(shards, job, part)
+        written.append((part, result))
     if await_word is not None:
         await_word()
     told = []
@@ -110,12 +119,13 @@ def _write_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
     return part.write(storage, job.location)
 
 
-def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
+def _try_part(storage: Storage, job: RankJob, part: PartJob, source: ChunkSource | None) -> Written:
     """Write an optional part. If that fails, the part is left out, and its receipt says why."""
     try:
         return _write_part(storage, job, part)
     except BaseException as error:  # also torch's; nothing above catches in this child
-        part.give_up(error)  # the next part needs the buffers
+        if source is not None:  # the next part needs the buffers
+            source.give_up([image for share in part.shares for image in share.images], error)
         return Written((), dropped=describe(error) or type(error).__name__)
 
 
@@ -358,25 +368,19 @@ def launch_forked(storage: Storage, job: RankJob, memory: MemoryReader | None = 
 
     ``memory`` reads the data in the child; without it, the data lies where the images say.
     """
-    memory = memory or OwnMemory()
-    copying = job.copying
-    if copying is not None:
-        copying.give_to_child()
+    if job.copying is not None:
+        job.copying.give_to_child()
     count = SharedCount.for_children()
-    bound = _BoundJob(storage, job.bound(InlineChunks(memory)), count)
-    return fork_child(bound, keep=storage.descriptors(), group=True, count=count)
+    write = partial(_write_in_child, storage, job, memory or OwnMemory(), count)
+    return fork_child(write, keep=storage.descriptors(), group=True, count=count)
 
 
-@dataclass(frozen=True, slots=True)
-class _BoundJob:
-    storage: Storage
-    job: RankJob
-    count: SharedCount
-
-    def __call__(self) -> list[tuple[str, int, Any]]:
-        try:
-            return write_rank(self.storage, self.job, count=self.count)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise storage_error(error, "write", error.filename) from error
+def _write_in_child(
+    storage: Storage, job: RankJob, memory: MemoryReader, count: SharedCount
+) -> list[tuple[str, int, Any]]:
+    try:
+        return write_rank(storage, job, InlineChunks(memory), count=count)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(error, "write", error.filename) from error

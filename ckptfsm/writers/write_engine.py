@@ -5,38 +5,18 @@ A ``gated`` save costs the trainer a message: the process reads the trainer's me
 into an arena first. No page is write-protected, as a fork would do. The process is started once, in
 the background, and holds nothing of its trainer.
 
-Rules:
-
-- ``forked`` keeps its meaning: the trainer may change its state. After an ``eager`` copy that is so when
-  the launch returns; after a ``gated`` one, when ``holds_copy`` says so.
-- Memory that the trainer cannot change (host copies of an accelerator's) needs no gate. The job keeps
-  that memory alive until the process has read it.
-- While an accelerator still makes such copies, the process has no order. Each look at the job sends it
-  as soon as they are made. If the process does not serve by then, another one gets the order, once.
-  There is no fork: the state is the trainer's again, and a fork would be made beside its threads.
+- The trainer may change its state when the launch returns after an ``eager`` copy, and when
+  ``holds_copy`` says so after a ``gated`` one. Memory that it cannot change needs no gate.
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
-- Success is the message that all is durable, and a receipt for each part; the caller looks for them.
-- Memory in a segment (``lend``) is read through its descriptor, which travels with each order. Other
-  memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
-- An arena is a segment that is kept for the next saves. Where ``process_vm_readv`` is refused, all
-  memory is copied there. So the state may change when the launch returns, also in the mode ``gated``.
-  A job that was killed gives its arena back before another one is made, also while its process lives.
 - A job whose process was killed begins again in another one, once, if its memory is as it was. That
   is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
   no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
-- A process that failed, was killed or missed its deadline is never used again.
 - A process serves if it answers: before a job that it can read our memory, then that the job begins.
-  A stopped one, say, does not: it is killed, and another one takes its place, once. A save waits
-  ``SERVE_S`` for both, and is forked then. A process that may have the order is certainly gone before
-  another one gets it.
-- Where the host has no memory for an eager copy, the job ``must_wait``: its process reads the trainer's
-  memory as for a gated save. In the mode ``auto``, a copy may take a share of the free memory.
-- The trainer's memory is read behind ``save`` only after ``expect_gate``, and never memory that is
-  ``early``: that is copied, too. A ``gated`` save without that promise ``must_wait``.
-- A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
-  storage is not the library's adapter. So it is without memory for a copy where ``process_vm_readv`` is
-  refused.
+  One that does not is killed, and another one takes its place, once. A save waits ``SERVE_S`` for
+  both, and is forked then. A process that failed, was killed or missed its deadline is never used again.
+- While an accelerator still copies its state, the process has no order, and there is no fork: the state
+  is the trainer's again, and a fork would be made beside its threads.
 """
 
 from __future__ import annotations
@@ -44,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -184,25 +165,26 @@ class WriteEngine:
         process: Spawned | None = None
         broken_off: BaseException | None = None
         try:
-            order = self._order(storage, job, reading)
+            reading.descriptors()  # a closed segment fails the save, and no process
+            give = partial(_give, self._order(storage, job, reading), storage, reading)
             deadline = time.monotonic() + left
             if copying is not None:
                 process = self._ready(deadline)
             else:
-                process, broken_off = self._ordered(order, storage, reading, deadline)
+                process, broken_off = self._ordered(give, storage, job, deadline)
         finally:
             if process is None and reading.arena is not None:  # also after a Ctrl-C
                 reading.arena.close()
         if process is None:
             return self._forked(storage, job, ranges)
-        give = partial(self._give, process, order, storage, reading)
-        again = partial(self._begin_again, order, storage, reading)
+        receipts = [f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts]
+        again = partial(self._begin_again, give, storage, receipts)
         running = WriteJob(
             self,
             process,
             job,
             reading,
-            later=give if copying is not None else None,
+            later=partial(give, process) if copying is not None else None,
             again=again if _may_restart(job) else None,
         )
         if broken_off is not None:
@@ -317,19 +299,20 @@ class WriteEngine:
         )
 
     def _ordered(
-        self, order: WriteOrder, storage: Storage, reading: MemoryRoute, deadline: float
+        self, give: Callable[..., None], storage: Storage, job: RankJob, deadline: float
     ) -> tuple[Spawned | None, BaseException | None]:
         """A process that has begun the job, perhaps the second one; None if only a fork is left.
 
         With it, the interrupt that broke the launch off, if the process was not gone in time.
         """
-        fds = _descriptors(storage, reading)
+        again = False
         for last in (False, True):
             process = self._ready(deadline)
             if process is None:
                 break
             try:
-                problem = self._begun(process, order, fds, _share(deadline, last=last))
+                order = partial(give, process, again=again)
+                problem = self._begun(process, order, _share(deadline, last=last))
             except BaseException as error:  # a Ctrl-C
                 if process.kill():
                     raise
@@ -342,41 +325,46 @@ class WriteEngine:
                 self._say_not_started(f"the writer is forked: {problem}")
             else:
                 self._say_given_up(problem)
-            order = replace(order, again=_may_restart(order.job))
-        if order.again:
-            remove_files(storage, order.job)  # the fork creates them exclusively, too
+            again = _may_restart(job)
+        if again:
+            remove_files(storage, job)  # the fork creates them exclusively, too
         return None, None
 
-    def _begun(
-        self, process: Spawned, order: WriteOrder, fds: Sequence[int], deadline: float
-    ) -> str:
+    def _begun(self, process: Spawned, order: Callable[[], None], deadline: float) -> str:
         """Let the process begin the job. Returns the reason why it did not, or ""."""
         try:
-            process.send(order.packed(), fds)
+            order()
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
         return "" if isinstance(answer, OrderAccepted) else problem or f"it answered {answer}"
 
-    def _give(
-        self, process: Spawned, order: WriteOrder, storage: Storage, reading: MemoryRoute
-    ) -> None:
-        process.send(order.packed(), _descriptors(storage, reading))
+    def _order(self, storage: Storage, job: RankJob, reading: MemoryRoute) -> WriteOrder:
+        settings = self._settings
+        return WriteOrder(
+            storage.root,
+            pickle.dumps(job),  # now: the order must not keep the trainer's objects
+            reading.buffer_bytes,
+            settings.threads,
+            settings.nice,
+            twice=settings.twice and reading.lent,
+            segments=len(reading.sources),
+            spans=reading.spans,
+            counted=reading.count is not None,
+        )
 
     def _begin_again(
-        self, order: WriteOrder, storage: Storage, reading: MemoryRoute
+        self, give: Callable[..., None], storage: Storage, receipts: Sequence[str]
     ) -> Spawned | None:
-        """Another process with the order of one that is dead; None if that has put a receipt.
+        """Another process with the job of one that is dead; None if that has put a receipt.
 
         Does not wait for the process. Raises ``OSError``.
         """
-        job = order.job
-        receipts = (f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts)
         if any(lookup(storage, receipt) is not None for receipt in receipts):
             return None
         process = self._spawned()
         try:
-            process.send(replace(order, again=True).packed(), _descriptors(storage, reading))
+            give(process, again=True)
         except BaseException:  # it has no whole order
             process.kill()
             raise
@@ -476,20 +464,6 @@ class WriteEngine:
             return "the writer is forked"
         return "save waits until the writer has read the state"
 
-    def _order(self, storage: Storage, job: RankJob, reading: MemoryRoute) -> WriteOrder:
-        settings = self._settings
-        return WriteOrder(
-            storage.root,
-            job.bound(None),
-            reading.buffer_bytes,
-            settings.threads,
-            settings.nice,
-            twice=settings.twice and reading.lent,
-            segments=len(reading.sources),
-            spans=reading.spans,
-            counted=reading.count is not None,
-        )
-
     def take_back(self, process: Spawned, inconsiderate: str) -> None:
         """Use a process again: its job is done. See ``write_process.Done``."""
         if inconsiderate:
@@ -541,11 +515,17 @@ def _share(deadline: float, *, last: bool) -> float:
     return deadline if last else now + (deadline - now) / 3
 
 
-def _descriptors(storage: Storage, reading: MemoryRoute) -> list[int]:
-    """The descriptors that travel with an order."""
-    counts = () if reading.count is None else (reading.count,)
-    segments = (*reading.sources, *counts)
-    return [*storage.descriptors(), *(each.fileno() for each in segments)]
+def _give(
+    order: WriteOrder,
+    storage: Storage,
+    reading: MemoryRoute,
+    process: Spawned,
+    *,
+    again: bool = False,
+) -> None:
+    """Send a process its order, with the descriptors. Raises ``OSError``."""
+    fds = [*storage.descriptors(), *reading.descriptors()]
+    process.send(replace(order, again=again), fds)
 
 
 def _may_restart(job: RankJob) -> bool:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.segments import SharedSegment, Span
@@ -17,6 +17,9 @@ from ckptfsm.core.errors import WriterDied, describe
 from ckptfsm.core.ports import ChildError, Outcome, RankJob
 from ckptfsm.writers.trainers_memory import Arena
 from ckptfsm.writers.write_process import Confirm, Done, JobEnded, OrderAccepted, Taken
+
+if TYPE_CHECKING:
+    from ckptfsm.writers.write_engine import WriteEngine
 
 log = logging.getLogger("ckptfsm")
 
@@ -49,6 +52,11 @@ class MemoryRoute:
         """The segments that the process needs."""
         return self.segments if self.arena is None else (self.arena.segment, *self.segments)
 
+    def descriptors(self) -> list[int]:
+        """Those of the sources, and of the count. Raises ``OSError`` (EBADF) if one was closed."""
+        counts = () if self.count is None else (self.count,)
+        return [each.fileno() for each in (*self.sources, *counts)]
+
     @property
     def spans(self) -> tuple[Span, ...]:
         """The places of all memory that is read through ``sources``."""
@@ -68,16 +76,6 @@ class MemoryRoute:
             yield Span(start, end - start, number, start - segment.address)
 
 
-class ProcessPool(Protocol):
-    """The engine as a job sees it: it takes the process and the arena back."""
-
-    def take_back(self, process: Spawned, inconsiderate: str) -> None: ...
-
-    def take_back_arena(self, arena: Arena) -> None: ...
-
-    def watch(self, running: WriteJob) -> None: ...
-
-
 class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``.
 
@@ -89,7 +87,7 @@ class WriteJob:
 
     def __init__(
         self,
-        engine: ProcessPool,
+        engine: WriteEngine,
         process: Spawned,
         job: RankJob,
         reading: MemoryRoute,

@@ -1,11 +1,7 @@
 """The writer process of the engine: it serves one trainer, and writes one job at a time.
 
 Started by ``adapters.spawn`` with no torch and nothing of the trainer; ``writers.write_engine`` is the
-trainer's side. A job is a ``RankJob`` of images, read from the trainer's memory, and written as every
-writer writes: shards, directories, then the receipt.
-
-Rules: a job that fails ends the process, so that no thread and no file of it is left behind: the
-trainer starts another one. A job is done when all its threads are.
+trainer's side. A job that fails ends the process, so that no thread and no file of it is left behind.
 """
 
 from __future__ import annotations
@@ -53,45 +49,30 @@ class Hello:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WriteOrder:
     """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
     If the written bytes are ``counted``, the descriptor of their count comes last.
 
+    ``job`` is a pickled ``RankJob``, read once the order was accepted: a share of a group may import
+    torch then, which takes seconds.
     ``spans`` is the trainer's memory that is read through the segments, by the number of each.
     ``again``: a process that had this order is dead, and may have left files.
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's.
     ``twice``: read everything again before the trainer may change it.
-
-    The job travels packed, and is unpacked once the order was accepted: a share of a group may import
-    torch then, which takes seconds.
     """
 
     root: str
-    job: RankJob
+    job: bytes
     buffer_bytes: int
     threads: int
     nice: int
-    twice: bool = False
-    segments: int = 0
-    spans: tuple[Span, ...] = ()
-    again: bool = False
-    counted: bool = False
-
-    def packed(self) -> PackedOrder:
-        """The order as it is sent."""
-        return PackedOrder(self.root, pickle.dumps(self), self.segments, self.counted)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedOrder:
-    """An ``WriteOrder`` on its way, with all that its descriptors are read by."""
-
-    root: str
-    order: bytes
+    twice: bool
     segments: int
+    spans: tuple[Span, ...]
     counted: bool
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +129,7 @@ class Server:
                     threading.Thread(
                         target=_import_all, args=(message.imports,), daemon=True
                     ).start()
-                elif isinstance(message, PackedOrder):
+                elif isinstance(message, WriteOrder):
                     channel.send(OrderAccepted())
                     self._begin(message, channel.take_fds())
                 elif isinstance(message, Confirm):
@@ -163,14 +144,14 @@ class Server:
             return describe(error)
         return "" if found == probe.content else "another process was read"
 
-    def _begin(self, order: PackedOrder, fds: list[int]) -> None:
+    def _begin(self, order: WriteOrder, fds: list[int]) -> None:
         count = SharedCount.of_descriptor(fds.pop()) if order.counted else None
         roots = len(fds) - order.segments
         for fd in fds[:roots]:
             self._keep(order.root, fd)
         segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, [order.order], segments, confirmed, count)
+        work = partial(self._run, order, segments, confirmed, count)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -181,13 +162,13 @@ class Server:
 
     def _run(
         self,
-        packed: list[bytes],
+        order: WriteOrder,
         segments: Descriptors,
         confirmed: threading.Event,
         count: SharedCount | None,
     ) -> None:
         try:
-            payload = self._write(pickle.loads(packed.pop()), segments, confirmed, count)
+            payload = self._write(order, segments, confirmed, count)
             segments.close()
             if count is not None:
                 count.close()
@@ -206,8 +187,10 @@ class Server:
         confirmed: threading.Event,
         count: SharedCount | None,
     ) -> list[tuple[str, int, object]]:
+        job: RankJob = pickle.loads(order.job)
+        order.job = b""  # a part of bytes may be large
         source = Prefetch(
-            order.job.turns,
+            [share.images for share in job.shares if share.images],
             SpanReader(order.spans, segments.take, MemoryOf(self._trainer.pid)),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
@@ -219,10 +202,10 @@ class Server:
         await_word = partial(_await_word, source, confirmed)
         storage = self._storages[order.root]
         if order.again:
-            remove_files(storage, order.job)
+            remove_files(storage, job)
             if count is not None:
                 count.reset()
-        return write_rank(storage, order.job.bound(source), await_word, count)
+        return write_rank(storage, job, source, await_word=await_word, count=count)
 
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""

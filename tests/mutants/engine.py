@@ -94,8 +94,8 @@ MUTANTS = (
     ),
     mutant(
         "an-image-without-fsync",
-        "writers.image:ImageFile.close_durably",
-        "self._storage.fsync(self._handle)",
+        "writers.image:write_image",
+        "storage.fsync(handle)",
         "pass",
         breaks="I3",
         source="fsync",
@@ -112,8 +112,8 @@ MUTANTS = (
     ),
     mutant(
         "the-padding-stays",
-        "writers.image:ImageFile.close_durably",
-        "self._storage.truncate(self._handle, self._size)",
+        "writers.image:write_image",
+        "storage.truncate(handle, image.size)",
         "pass",
         breaks="F21",
         source="order",
@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     mutant(
         "an-error-of-the-disk-is-lost",
-        "writers.image:_Puts._work",
+        "writers.image:_Puts._write",
         "self._error = self._error or error",
         "del error",
         breaks="I3",
@@ -181,7 +181,7 @@ MUTANTS = (
     mutant(
         "a-fork-meets-the-files-of-a-process",
         "writers.write_engine:WriteEngine._ordered",
-        "remove_files(storage, order.job)",
+        "remove_files(storage, job)",
         "pass",
         breaks="I10",
         source="F1",

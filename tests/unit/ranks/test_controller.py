@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -443,10 +444,11 @@ def test_a_groups_share_waits_for_the_copies_of_its_jobs(tmp_path):
     ticket = job.begin(10).tickets["actor"]
     plain, copies = ImagePart("a", "", ()), Copies()
     copied = replace(plain, name="b", copying=copies)
-    share = GroupShare("actor", "actor", ticket, 1, (plain, copied), (), SystemClock())
-    assert share.copying is copies
-    assert GroupShare("actor", "actor", ticket, 1, (plain,), (), SystemClock()).copying is None
-    assert share.bound(None).copying is None, "the writer process gets none"
+    for shares, copying in ((plain, copied), copies), ((plain,), None):
+        share = GroupShare("actor", "actor", ticket, 1, shares, (), SystemClock())
+        order = RankJob(ticket.of, 1, 2, ticket.location, (share,))
+        assert order.copying is copying
+        assert pickle.loads(pickle.dumps(order)).copying is None, "the writer process gets none"
     job.controller.abandon()
 
 

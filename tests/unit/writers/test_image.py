@@ -23,6 +23,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.images import (
     BlobTail,
     Chunk,
+    ChunkSource,
     Copied,
     Image,
     Literal,
@@ -69,6 +70,13 @@ class Trainer:
         ):
             raise OSError(errno.EFAULT, "no such memory")
         OwnMemory().read(address, into)
+
+
+def reading(source: ChunkSource, *files: Image) -> ImagePart:
+    """A part of these files, read from ``source``."""
+    part = ImagePart("state", "", files)
+    part.read_from(source)
+    return part
 
 
 def expected(pieces: Sequence[Piece], contents: Sequence[bytes]) -> bytes:
@@ -204,7 +212,7 @@ def test_a_concurrent_source_gives_the_same_file(tmp_path):
     trainer = Trainer(*contents)
     parts = [[image_of(f"{i}", [p, BlobTail(TAIL, PATCH)]) for i, p in enumerate(trainer.pieces)]]
     source, taken = prefetched(trainer, parts, buffers=2)
-    part = ImagePart("state", "", tuple(parts[0])).bound(source)
+    part = reading(source, *parts[0])
     storage = PosixStorage(tmp_path)
     source.start()
     written = part.write(storage, "")
@@ -248,7 +256,7 @@ def test_memory_that_cannot_be_read_fails_every_file(tmp_path):
     storage = PosixStorage(tmp_path)
     source.start()
     with pytest.raises(OSError, match="no such memory"):
-        ImagePart("state", "", tuple(parts[0])).bound(source).write(storage, "")
+        reading(source, *parts[0]).write(storage, "")
     assert not taken.is_set()
     storage.close_root()
 
@@ -350,7 +358,7 @@ def fails_in_time(root, files, source, expected):
 
     def write() -> None:
         try:
-            ImagePart("state", "", tuple(files)).bound(source).write(storage, "")
+            reading(source, *files).write(storage, "")
         except expected as error:
             errors.append(error)
 
@@ -440,8 +448,8 @@ def test_a_part_that_is_left_out_does_not_starve_the_next(tmp_path):
     storage = PosixStorage(tmp_path)
     source.start()
     with pytest.raises(FileExistsError):
-        ImagePart("optional", "", (first,)).bound(source).write(storage, "")
-    part = ImagePart("state", "", (second,)).bound(source)
+        reading(source, first).write(storage, "")
+    part = reading(source, second)
     writing = threading.Thread(target=part.write, args=(storage, ""), daemon=True)
     writing.start()
     writing.join(10)
@@ -461,7 +469,7 @@ def test_a_full_disk_ends_a_concurrent_write(tmp_path):
     full = FaultStorage(real, before=lambda i, call, path: _raise() if call == "pwrite" else None)
     source.start()
     with pytest.raises(OSError, match="No space"):
-        ImagePart("state", "", tuple(parts[0])).bound(source).write(full, "")
+        reading(source, *parts[0]).write(full, "")
     real.close_root()
 
 
@@ -526,8 +534,7 @@ def write_job(storage, trainer: Trainer) -> None:
     image = replace(some_file(trainer), name="sub/f")
     planned = image_of("planned/p", [Literal(b"planned")])
     part = ImagePart("state", "sub", (image, planned), made=("planned",))
-    job = RankJob(OF, 0, 1, LOCATION, (part.bound(InlineChunks(trainer)),))
-    write_rank(storage, job)
+    write_rank(storage, RankJob(OF, 0, 1, LOCATION, (part,)), InlineChunks(trainer))
 
 
 def prepared() -> SimDisk:

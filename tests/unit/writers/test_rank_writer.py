@@ -399,7 +399,9 @@ def test_no_receipt_comes_before_the_word(root: Path):
     def look() -> None:
         seen.append([(root / LOCATION / receipt_name(name, 0)).exists() for name in "ab"])
 
-    write_rank(storage, job(*(FakePart(name, name, 0, content()) for name in "ab")), look)
+    write_rank(
+        storage, job(*(FakePart(name, name, 0, content()) for name in "ab")), await_word=look
+    )
     look()
     assert seen == [[False, False], [True, True]]
     storage.close_root()

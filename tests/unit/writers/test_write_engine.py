@@ -46,9 +46,9 @@ from ckptfsm.writers.write_job import MemoryRoute, WriteJob
 from ckptfsm.writers.write_process import (
     Hello,
     OrderAccepted,
-    PackedOrder,
     ProbeMemory,
     Taken,
+    WriteOrder,
     _await_word,
     populate,
 )
@@ -304,7 +304,7 @@ def dies(monkeypatch):
     send, next_message = Spawned.send, Spawned.next_message
 
     def last_message(process: Spawned, message: object, *more, **named) -> None:
-        deadly = isinstance(message, PackedOrder) and left[0] > 0
+        deadly = isinstance(message, WriteOrder) and left[0] > 0
         if deadly:
             left[0] -= 1
             os.kill(process.pid, signal.SIGSTOP)
@@ -465,7 +465,7 @@ def second_save(used: WriteEngine, storage, root: Path, *parts) -> RankWriter:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("message", [ProbeMemory, PackedOrder])
+@pytest.mark.parametrize("message", [ProbeMemory, WriteOrder])
 @pytest.mark.parametrize("size", [1, 4 * MIB])
 def test_F1_a_process_that_does_not_serve_has_a_successor(
     engine, storage, root, monkeypatch, caplog, how, message, size
@@ -491,7 +491,7 @@ def test_F1_without_a_process_that_serves_the_save_is_forked(
     two writers at a time."""
     used, state = engine(mode="eager"), State()
     ends(writer(used, storage, State().part()))
-    struck = end_before(PackedOrder, how, 2, monkeypatch)
+    struck = end_before(WriteOrder, how, 2, monkeypatch)
     monkeypatch.setattr(write_engine, "SERVE_S", 6.0)
     half = root / staging_dir(AttemptId(6, 1, 2)) / "__0_1.distcp"
     begun = WriteEngine._begun
@@ -513,7 +513,7 @@ def test_F13_no_writer_begins_beside_one_that_does_not_end(engine, storage, root
     used = engine(mode="gated")
     ends(writer(used, storage, State().part()))
     first = used._process
-    end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    end_before(WriteOrder, signal.SIGSTOP, 1, monkeypatch)
     monkeypatch.setattr(write_engine, "SERVE_S", 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Spawned, "kill", lambda *_: False)
@@ -534,7 +534,7 @@ def test_F13_an_interrupt_tells_of_a_process_that_does_not_end(engine, storage, 
     used = engine(mode="eager")
     ends(writer(used, storage, State().part()))
     first = used._process
-    struck = end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    struck = end_before(WriteOrder, signal.SIGSTOP, 1, monkeypatch)
     used.hear = lambda: SystemExit() if struck else None
     with monkeypatch.context() as patch:
         patch.setattr(Spawned, "kill", lambda *_: False)
@@ -1350,7 +1350,7 @@ def test_F1_a_process_that_is_stopped_before_its_late_order_has_one_successor(
     copies of an accelerator; one that takes a process after the other."""
     copies = Copies()
     run = writer(engine(), storage, copied_part(copies))
-    struck = end_before(PackedOrder, signal.SIGSTOP, 1 if serves else 2, monkeypatch)
+    struck = end_before(WriteOrder, signal.SIGSTOP, 1 if serves else 2, monkeypatch)
     monkeypatch.setattr(write_job, "SERVE_S", 5.0 if serves else 0.5)
     copies.made = True
     end = ends(run)[-1]
@@ -1382,7 +1382,7 @@ def test_an_interrupt_ends_the_wait_for_a_process_that_does_not_read(
     """Catches: a Ctrl-C that is unheard while a stopped process leaves a large order unread."""
     used = engine(mode="gated")
     ends(writer(used, storage, State().part()))
-    struck = end_before(PackedOrder, signal.SIGSTOP, 1, monkeypatch)
+    struck = end_before(WriteOrder, signal.SIGSTOP, 1, monkeypatch)
     used.hear = lambda: KeyboardInterrupt() if struck else None
     image = image_of("x", [Literal(bytes(4 * MIB)), *State().part().images[0].pieces])
     with pytest.raises(KeyboardInterrupt):
