@@ -73,7 +73,15 @@ class PartSpec(Sent):
 
     @property
     def format(self) -> Format:
-        return FORMATS[self.kind]
+        """Raises ``ConfigError`` for the name of a format that this version does not have."""
+        found = FORMATS.get(self.kind)
+        if found is None:
+            raise ConfigError(
+                f"part {self.name!r} has the format {self.kind!r}, and this ckptfsm knows "
+                f"{', '.join(FORMATS)}: install the version of ckptfsm that wrote it",
+                part=self.name,
+            )
+        return found
 
     @property
     def first_rank(self) -> int:

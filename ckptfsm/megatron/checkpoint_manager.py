@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
-from ckptfsm.core.ports import OffloadHook, Ports, Storage
+from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.gate import Gate, GatedMemory
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+MakeDriver = Callable[[Transport], Driver]
+
+_FINISHERS = ("ckptfsm.megatron.torch_dist",)  # a group's first rank completes the part
+
+
 class CheckpointManager(Manager, Gate):
     """The life of the checkpoints below ``root``, for one job.
 
@@ -39,6 +44,8 @@ class CheckpointManager(Manager, Gate):
     - ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a
       name), for tests and fault injection.
     - ``staging`` loads offloaded state around each save, see ``OffloadHook``.
+    - ``driver(transport)`` makes the ``Driver`` of this rank, for another kind of state than
+      megatron-core's. Such a state is read from a fork, unless its parts are ``portable``.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``, on every rank.
     """
@@ -51,67 +58,74 @@ class CheckpointManager(Manager, Gate):
         hooks: Sequence[Hook] = (),
         open_storage: Callable[[bool], Storage] | None = None,
         staging: OffloadHook | None = None,
+        driver: MakeDriver | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
-        opener = open_storage or OpenPosix(path_of(root))
-        given = open_storage is not None and config.engine == "auto"
-        self._engine = engine = None if given else engine_of(config)
-        self._promise = GatedMemory()
-        ports = ports_of(config, opener, staging, engine, self._promise)
-        if engine is not None:
-            engine.warm_up()  # before the root is opened: a Ctrl-C here would keep it busy
-        super().__init__(ports, config, hooks)
-        if engine is not None:
-            engine.hear = self._one_call.hear_exit
+        wired = wire(root, config, open_storage, staging, driver)
+        self._engine, self._promise = wired.engine, wired.promise
+        super().__init__(wired.ports, config, hooks)
+        if wired.engine is not None:
+            wired.engine.hear = self._one_call.hear_exit
 
 
-def ports_of(
-    config: CheckpointConfig,
-    open_storage: Callable[[bool], Storage],
-    staging: OffloadHook | None = None,
-    engine: WriteEngine | None = None,
-    promise: GatedMemory | None = None,
-) -> Ports:
-    """The real ports of one rank: torch.distributed, megatron-core, and a writer.
+class Wired(NamedTuple):
+    """The real ports of one rank, with what they are made of. Without an ``engine``, writers are forked.
 
-    Without an ``engine``, writers are forked. ``promise``: what waits for ``before_update``.
+    ``promise``: what waits for ``before_update``.
     """
+
+    ports: Ports
+    engine: WriteEngine | None
+    promise: GatedMemory
+
+
+def wire(
+    root: str | os.PathLike[str],
+    config: CheckpointConfig,
+    open_storage: Callable[[bool], Storage] | None,
+    staging: OffloadHook | None,
+    make_driver: MakeDriver | None = None,
+    *,
+    group: bool = False,
+) -> Wired:
+    """Wire one rank, of a job or of a ``group``, to torch.distributed, megatron-core, and a writer.
+
+    Collective. The engine's process is started before the root is opened: a Ctrl-C here would keep it
+    busy.
+    """
+    opener = open_storage or OpenPosix(path_of(root))
+    promise, copies = GatedMemory(), DeviceCopies()
     transport = transport_of(config)
-    in_shard = config.common_state == "auto" and keeps_common_in_shard()
-    copies = DeviceCopies()
-    driver = MegatronDriver(
-        transport.rank,
-        config.writer_files,
-        ranks=transport.world_size,
-        common_in_shard=in_shard,
-        images=engine is not None,
-        copies=copies,
-        promise=promise,
-    )
+    mode, engine = config.engine, None
+    if mode != "fork" and (mode != "auto" or open_storage is None):
+        imports = _FINISHERS if group and transport.rank == 0 else ()
+        engine = WriteEngine(
+            WriteEngineSettings(
+                mode=mode, nice=config.writer_nice, twice=config.read_twice, imports=imports
+            )
+        )
+        engine.warm_up()
+    driver: Driver
+    if make_driver is not None:
+        driver = make_driver(transport)
+    else:
+        driver = MegatronDriver(
+            transport.rank,
+            config.writer_files,
+            ranks=transport.world_size,
+            common_in_shard=config.common_state == "auto" and keeps_common_in_shard(),
+            images=engine is not None,
+            copies=copies,
+            promise=promise,
+        )
     mailbox = partial(mailbox_of, transport, config.exchange_timeout_s)
-    ports = system_ports(transport, driver, open_storage, staging, engine, mailbox)
-    return replace(ports, close_writers=partial(_close, ports.close_writers, copies))
+    ports = system_ports(transport, driver, opener, staging, engine, mailbox)
+    ports = replace(ports, close_writers=partial(_close, ports.close_writers, copies))
+    return Wired(ports, engine, promise)
 
 
 def _close(close_writers: Callable[[], None], copies: DeviceCopies) -> None:
     """End the writers, then give back the memory that they read."""
     close_writers()
     copies.close()
-
-
-def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteEngine | None:
-    """The engine that the configuration asks for; None where writers are forked.
-
-    ``imports`` are modules that its jobs need beside ``ckptfsm.writers``.
-    """
-    if config.engine == "fork":
-        return None
-    return WriteEngine(
-        WriteEngineSettings(
-            mode=config.engine,
-            nice=config.writer_nice,
-            twice=config.read_twice,
-            imports=imports,
-        )
-    )

@@ -1,8 +1,7 @@
 """The driver: turns a trainer's sharded state dicts into parts and back.
 
-Rules: ``draft`` is local and has no effect, so that a bad state dict on one rank becomes a refusal
-on all of them. A rank's plan is sent to rank 0 only when it changed since the last accepted save;
-otherwise its digest is sent instead.
+A rank's plan is sent to rank 0 only when it changed since the last accepted save; otherwise its digest
+is sent instead.
 """
 
 from __future__ import annotations
@@ -83,63 +82,52 @@ class MegatronDraft:
     summary: Summary
     expected_bytes: int
     digests: Mapping[str, Mapping[str, int]]
-    rank: int
-    planned_parts: tuple[PartDraft, ...]
+    driver: MegatronDriver
+    plans: dict[str, PartDraft]
     values: Mapping[str, Any]
-    foreign: list[ForeignPart]
-    common_in_shard: bool
-    templates: Templates | None
-    copies: DeviceCopies
-    promise: GatedMemory
-    read_back: ReadBack
+    foreign: list[ForeignPart] = field(default_factory=list)
     held: Held = field(default_factory=Held)
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
-        drafts = {part.spec.name: part for part in self.planned_parts}
+        rank, read_back = self.driver.rank, self.driver.planner.read_back
         forked = any(spec.format.foreign for spec in specs)
-        templates = None if forked else self.templates
+        templates = None if forked else self.driver.templates
         if templates is not None:
-            self.held.promised = self.promise.storages()
-            self.held.device = self.copies.begin(self._values_of(specs, drafts))
+            self.held.promised = self.driver.promise.storages()
+            plans = [self.plans[spec.name] for spec in specs if spec.format is TORCH_DIST]
+            values = (value for plan in plans for bucket in plan.buckets for _, value in bucket)
+            self.held.device = self.driver.copies.begin(values)
         jobs: list[PartJob] = []
         for spec in specs:
             value = self.values[spec.name]
             if spec.format is TORCH_DIST:
-                plan = planned[spec.name] if self.rank == spec.first_rank else None
-                share = PartShare(spec, drafts[spec.name], self.rank, plan, self.common_in_shard)
+                merged = planned[spec.name] if rank == spec.first_rank else None
+                in_shard = self.driver.common_in_shard
+                share = PartShare(spec, self.plans[spec.name], rank, merged, in_shard)
                 if templates is None:
                     jobs.append(stage_part(share))
                 else:
                     jobs.append(stage_images(share, templates, self.held))
             elif spec.format in (FILE, TREE):
-                with no_collective(spec, self.rank):
-                    jobs.append(stage_file(spec, value, location, self.rank))
+                with no_collective(spec, rank):
+                    jobs.append(stage_file(spec, value, location, rank))
             elif spec.format is FOREIGN:
-                part = stage_foreign(spec, value, self.rank, location, self.foreign)
+                part = stage_foreign(spec, value, rank, location, self.foreign)
                 if value.build is not None:  # made only now; a ready one was looked at before
-                    check_request(self.read_back, spec.name, part.request.arguments, self.rank)
+                    check_request(read_back, spec.name, part.request.arguments, rank)
                 self.foreign.append(part)
                 jobs.append(part)
         if self.held.device is not None:
             self.held.device.start()
         return tuple(jobs)
 
-    def _values_of(
-        self, specs: Sequence[PartSpec], drafts: Mapping[str, PartDraft]
-    ) -> Iterator[Any]:
-        """The values of all items that this rank writes."""
-        for spec in specs:
-            if spec.format is TORCH_DIST:
-                for bucket in drafts[spec.name].buckets:
-                    yield from (value for _, value in bucket)
-
     def changed(self) -> str:
         return self.held.changed()
 
     def let_go(self) -> None:
-        self.planned_parts, self.values = (), {}
+        self.plans, self.values = {}, {}
         self.held.clear()
         for part in self.foreign:
             part.request.let_go()
@@ -174,13 +162,13 @@ class MegatronDriver:
         copies: DeviceCopies | None = None,
         promise: GatedMemory | None = None,
     ) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._planner = Plans(files, common_in_shard)
+        self.rank, self._ranks = rank, ranks
+        self.planner = Plans(files, common_in_shard)
+        self.common_in_shard = common_in_shard
+        self.templates = Templates() if images else None
+        self.copies = copies or DeviceCopies()
+        self.promise = promise or GatedMemory()
         self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
-        self._common_in_shard = common_in_shard
-        self._templates = Templates() if images else None
-        self._copies = copies or DeviceCopies()
-        self._promise = promise or GatedMemory()
         self._sent = ""
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
@@ -196,58 +184,40 @@ class MegatronDriver:
         )
         values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
-            drafts = tuple(
-                self._planner.draft(spec, with_objects(values[spec.name]))
+            plans = {
+                spec.name: self.planner.draft(spec, with_objects(values[spec.name]))
                 for spec in specs
                 if spec.format is TORCH_DIST
-            )
+            }
+        ready = False
         for spec in specs:
             made = values[spec.name]
             if isinstance(made, ForeignRequest) and made.request is not None:
                 check_request(
-                    self._planner.read_back, spec.name, made.request.async_fn_args, self._rank
+                    self.planner.read_back, spec.name, made.request.async_fn_args, self.rank
                 )
-        plans, digest = self._summary_of(drafts)
-        known = digest == self._accepted
-        self._sent = digest
-        return MegatronDraft(
-            specs,
-            any(isinstance(v, ForeignRequest) and v.request is not None for v in values.values()),
-            Summary(digest, None if known else plans),
-            sum(d.expected_bytes for d in drafts) + bytes_of(values),
-            self._digests(drafts, values),
-            self._rank,
-            drafts,
-            values,
-            [],
-            self._common_in_shard,
-            self._templates,
-            self._copies,
-            self._promise,
-            self._planner.read_back,
-        )
+                ready = True
+        summary = self._summary_of(plans)
+        self._sent = summary.digest
+        digests: dict[str, Mapping[str, int]] = {}
+        if self._ranks > 1:  # of the values that the others have to give too
+            digests = {name: digests_of(plan.common) for name, plan in plans.items()}
+            digests |= digests_of_bytes(values)
+        expected = sum(plan.expected_bytes for plan in plans.values()) + bytes_of(values)
+        return MegatronDraft(specs, ready, summary, expected, digests, self, plans, values)
 
-    def _summary_of(self, drafts: Sequence[PartDraft]) -> tuple[bytes, str]:
-        """The plans of the drafts as bytes, and their digest; those of the last call if it had them."""
-        found = [(draft.spec.name, draft.summary) for draft in drafts]
-        known, plans, digest = self._summarized
+    def _summary_of(self, plans: Mapping[str, PartDraft]) -> Summary:
+        """The plans as they are sent. Those of the last call are used again if it had the same."""
+        found = [(name, plan.summary) for name, plan in plans.items()]
+        known, pickled, digest = self._summarized
         same = [(name, id(summary)) for name, summary in found] == [
             (name, id(summary)) for name, summary in known
         ]
         if not same or not digest:
-            plans = pickle.dumps(found)
-            digest = xxhash.xxh3_128_hexdigest(plans)
-            self._summarized = (found, plans, digest)
-        return plans, digest
-
-    def _digests(
-        self, drafts: Sequence[PartDraft], values: Mapping[str, Any]
-    ) -> Mapping[str, Mapping[str, int]]:
-        """Digests of the values that the other ranks have to give too, if there are others."""
-        if self._ranks == 1:
-            return {}
-        plain = {draft.spec.name: digests_of(draft.common) for draft in drafts}
-        return plain | digests_of_bytes(values)
+            pickled = pickle.dumps(found)
+            digest = xxhash.xxh3_128_hexdigest(pickled)
+            self._summarized = (found, pickled, digest)
+        return Summary(digest, None if digest == self._accepted else pickled)
 
     def accept(self) -> None:
         self._plans = dict(self._candidates)
@@ -288,10 +258,10 @@ class MegatronDriver:
                 values = list(nested_values(sharded))
                 refuse_misfits(name, values)
                 shardings[name] = [value.without_data() for value in values]
-                if shardings[name] or self._rank == 0:
+                if shardings[name] or self.rank == 0:
                     have = metadata_of(directories[name])
                     absent |= check_fit(name, shardings[name], have, droppable)
-                    if self._rank == 0:
+                    if self.rank == 0:
                         stored[name] = keys_of(have)
         return Survey(absent, shardings, stored)
 

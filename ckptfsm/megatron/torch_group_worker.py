@@ -6,19 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
-from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of
-from ckptfsm.megatron.gate import Gate, GatedMemory
+from ckptfsm.megatron.checkpoint_manager import wire
+from ckptfsm.megatron.gate import Gate
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_FINISHERS = ("ckptfsm.megatron.torch_dist",)  # the first rank's writer completes the part
 
 
 class GroupWorker(BaseGroupWorker, Gate):
@@ -44,17 +39,8 @@ class GroupWorker(BaseGroupWorker, Gate):
         **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
-        opener = open_storage or OpenPosix(path_of(root))
-        given = open_storage is not None and config.engine == "auto"
-        self._engine = engine = (
-            None if given else engine_of(config, _FINISHERS if _is_first() else ())
-        )
-        self._promise = GatedMemory()
-        super().__init__(ports_of(config, opener, staging, engine, self._promise), config)
-        if engine is not None:
-            engine.hear = self._one_call.hear_exit
-            engine.warm_up()
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+        wired = wire(root, config, open_storage, staging, group=True)
+        self._engine, self._promise = wired.engine, wired.promise
+        super().__init__(wired.ports, config)
+        if wired.engine is not None:
+            wired.engine.hear = self._one_call.hear_exit

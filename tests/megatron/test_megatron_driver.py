@@ -12,7 +12,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from ckptfsm import CheckpointManager, CkptFsmError
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused, UnusedKeysWarning
+from ckptfsm.core.ports import Transport
 from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.writers.plain_files import FilesDriver
 
 pytestmark = pytest.mark.megatron
 
@@ -23,6 +25,22 @@ def state(rank: int, extra: str) -> dict[str, Any]:
     if extra:
         made["extra"] = ShardedTensor.from_rank_offsets(f"{extra}{rank}", torch.ones(2))
     return made
+
+
+def test_a_manager_takes_a_driver_for_another_kind_of_state(tmp_path) -> None:
+    """Catches: a state that is not megatron-core's, for which a user would need another manager."""
+    made = []
+
+    def driver(transport: Transport) -> FilesDriver:
+        made.append(transport.rank)
+        return FilesDriver()
+
+    with CheckpointManager(tmp_path / "root", driver=driver) as ckpts:
+        ckpts.save(1, parts={"notes": b"words"}).wait()
+        assert ckpts.restore(parts={"notes": b""}).parts["notes"] == b"words"
+        with pytest.raises(SaveRefused, match="give bytes or a FileTree"):
+            ckpts.save(2, state(0, ""))
+    assert made == [0]
 
 
 def test_a_refused_save_takes_no_plans_from_rank_0() -> None:

@@ -24,6 +24,12 @@ def test_parts_without_a_writer_are_refused():
         check_parts(NOBODY, 2)
 
 
+def test_a_format_of_another_version_is_named():
+    """Catches: a bare KeyError, which says neither the part nor what to install."""
+    with pytest.raises(ConfigError, match="'state' has the format 'zarr'.*install the version"):
+        _ = PartSpec("state", "zarr").format
+
+
 def test_the_hash_of_a_part_does_not_walk_over_its_ranks() -> None:
     """Catches: a lookup by part whose time grows with the ranks, at every report of a rank."""
     unhashable: list[int] = []
