@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ckptfsm.follow.evaluators import checkpoints as checkpoints
     from ckptfsm.follow.evaluators import wait_for_new_checkpoint as wait_for_new_checkpoint
     from ckptfsm.megatron.checkpoint_manager import CheckpointManager as CheckpointManager
+    from ckptfsm.megatron.checkpoint_manager import GroupWorker as GroupWorker
     from ckptfsm.megatron.foreign import ForeignRequest as ForeignRequest
-    from ckptfsm.megatron.torch_group_worker import GroupWorker as GroupWorker
     from ckptfsm.ranks.controller import Controller as Controller
     from ckptfsm.ranks.handle import Restored as Restored
     from ckptfsm.ranks.handle import SaveHandle as SaveHandle
@@ -95,7 +95,7 @@ _PLACES = MappingProxyType(
         "GroupSave": "ckptfsm.ranks.tickets",
         "Ticket": "ckptfsm.ranks.tickets",
         "Reading": "ckptfsm.ranks.tickets",
-        "GroupWorker": "ckptfsm.megatron.torch_group_worker",
+        "GroupWorker": "ckptfsm.megatron.checkpoint_manager",
         "Policy": "ckptfsm.core.retention",
         "CheckpointInfo": "ckptfsm.core.retention",
         "LatestN": "ckptfsm.core.retention",

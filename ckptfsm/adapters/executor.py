@@ -1,12 +1,7 @@
 """The coordinator's thread: work runs in order, off the training thread.
 
-Rules:
-
-- The thread is a daemon, so that a hanging file system hangs neither training nor the exit.
-- The queue is bounded, so that work cannot pile up without end behind a hanging file system.
-- Repeated work runs on that thread too, while nothing else waits.
-- The two threads share no ``Condition``: a Ctrl-C in the training thread could leave one locked for
-  good, and then both threads hang.
+The two threads share no ``Condition``: a Ctrl-C in the training thread could leave one locked for
+good, and then both threads hang.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from ckptfsm.core.ports import Settable
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
-_LIMIT = 10_000
+_LIMIT = 10_000  # work must not pile up without end behind a hanging file system
 
 
 class WorkResult(Generic[T]):
@@ -82,6 +77,7 @@ class ThreadExecutor:
         self._repeated: Callable[[], object] | None = None
         self._every_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ckptfsm", daemon=True)
+        # A daemon: a hanging file system hangs neither training nor the exit.
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> WorkResult[T]:

@@ -1,23 +1,8 @@
 """Forked children that hold a copy of the trainer's memory, and their supervision. No torch here.
 
-A child has an immutable copy of everything from the moment of the fork. The child must keep nothing
-else of its parent: no listening socket (a restarted job needs the port), no lock, no lease, no
-journal. A running child dies with its parent, and the parent never takes "not alive" for
-"succeeded".
-
-Rules:
-
-- Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
-- A child points every inherited descriptor that it was not told to keep at ``/dev/null``, and
-  ignores the signals that the trainer handles. A child ends only through ``os._exit``: it never
-  returns into its parent's frames.
-- The kernel kills a child when the *thread* that forked it ends, also while the child is stopped. So a
-  child of another thread than the main one is forked by a thread of its own, which ends after it.
-- A lock that another thread of the parent held at the fork stays locked in the child for good. The
-  parent continues only when the child reports that it runs. Until then the data is unchanged, and a
-  child that hangs can be forked anew.
-- The garbage collector stays off from before the fork: collecting the parent's CUDA tensors in a
-  child crashes it.
+A child keeps nothing else of its parent: no listening socket (a restarted job needs the port), no lock,
+no lease, no journal. It dies with its parent, and ends only through ``os._exit``. Success is exit code 0
+*and* a complete payload: the parent never takes "not alive" for it.
 """
 
 from __future__ import annotations
@@ -85,18 +70,10 @@ class Child:
             self._drain()
         return self.began or self._pipe is None or self.poll() is not None
 
-    @property
-    def holds_copy(self) -> bool:
-        """True: the fork made one."""
-        return True
-
-    @property
-    def must_wait(self) -> bool:
-        """False, see ``holds_copy``."""
-        return False
+    holds_copy, must_wait = True, False  # the fork made one
 
     def await_copy(self, timeout_s: float) -> None:
-        """No wait, see ``holds_copy``."""
+        """No wait: the fork made it."""
 
     def confirm(self) -> None:
         """No message: nothing could change the copy."""
@@ -204,7 +181,8 @@ def fork_child(
     it. A child without a group is a worker forked by such a child: no other thread of its parent
     holds a lock. Call within ``PosixDeferredSignals``, until the child is stored.
 
-    Returns when the child runs. A child that hangs in the fork is killed and forked anew; the last
+    Returns when the child runs: a lock that another thread held at the fork stays locked there for good.
+    A child that hangs in the fork is killed and forked anew; the last
     attempt is left to its deadline. CPython 3.10 and 3.11 could hang there until September 2024
     (issue 112275): at a lock that threads of torch take when they free tensors.
     """
@@ -257,7 +235,10 @@ def above_streams(fds: Sequence[int]) -> list[int]:
 
 
 class _Parent:
-    """A thread that forks a child, and lives as long: the kernel takes it for the child's parent."""
+    """A thread that forks a child, and lives as long.
+
+    The kernel kills a child when the *thread* that forked it ends, also while the child is stopped.
+    """
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = [run]  # with the trainer's data: not longer than the fork
@@ -327,7 +308,7 @@ def _run_child(
     code = 1
     try:
         try:
-            gc.disable()
+            gc.disable()  # collecting the parent's CUDA tensors in a child crashes it
             _die_with(parent)  # first: it may be stopped at any time
             os.write(pipe[1], _RUNS)
             if group:

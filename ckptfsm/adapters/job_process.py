@@ -1,13 +1,7 @@
 """An attempt of a job: a process of a user's code, seen from the process that started it.
 
-Rules:
-
-- ``adapters.tied`` starts the process: it ends with its starter, and all that is left of its session is
-  killed when the attempt ends.
-- The process is the first to go when memory runs out, and yields processor and disk to others.
-- The process does not see the trainer's accelerators, nor join its process group: the variables that
-  lead there are not handed on.
-- The end of its output is kept, for people.
+``adapters.tied`` starts it. It is the first to go when memory runs out, and yields processor and disk to
+others. The variables that lead to the trainer's accelerators or process group are not handed on.
 """
 
 from __future__ import annotations

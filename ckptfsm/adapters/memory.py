@@ -1,7 +1,5 @@
 """Memory by address: of another process of this user, and of this one. Pages that no forked child
 gets. No torch.
-
-Rules: reading never changes the memory. ``into`` is filled whole, or an error is raised.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import errno
 import mmap
 import os
 import weakref
+from typing import Protocol
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 NO_SUCH_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES})
@@ -33,6 +32,14 @@ _READV.argtypes = (
     ctypes.c_ulong,
     ctypes.c_ulong,
 )
+
+
+class MemoryReader(Protocol):
+    """Reads memory by address, without changing it. Raises ``OSError`` if an address is not readable."""
+
+    def read(self, address: int, into: memoryview) -> None:
+        """Fill ``into`` whole from ``address``."""
+        ...
 
 
 class MemoryOf:

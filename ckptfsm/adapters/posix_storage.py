@@ -1,23 +1,14 @@
 """The real disk: ``PosixStorage``, the ``Storage`` port on Linux system calls.
 
-Rules:
-
 - Every call is relative to a descriptor of the root. No symbolic link is followed on the way, not
-  even one that was swapped in a moment ago, so nothing outside the root can be touched. The kernel
-  sees to that (``openat2``); where it cannot, or refuses, parents are walked one component at a
-  time with ``O_NOFOLLOW``.
+  even one that was swapped in a moment ago, so nothing outside the root can be touched.
 - Nothing is changed through a directory on another device than the root (a mount point inside it):
   ``EXDEV``. A bind mount of the same device cannot be told apart this way.
-- The umask decides who may read and write new files and directories, and a directory's setgid bit
-  their group, as for any program. A directory in the private one is writable for its group if that is.
 - Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
 - Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that
   no caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
-- A file for direct writes is created first and set to ``O_DIRECT`` then. ``open`` with both flags
-  may create the file and fail all the same, and the name no longer tells its creator.
 - POSIX record locks belong to the process: closing *any* descriptor of the locked file drops the
-  lock. So the inodes of locked files are remembered and never opened again while held. ``try_lock``
-  returns None for them, any other opening fails with ``EBUSY``.
+  lock. So the inodes of locked files are remembered and never opened again while held.
 """
 
 from __future__ import annotations
@@ -204,6 +195,7 @@ class PosixStorage:
 
     def open_exclusive(self, path: str, *, direct: bool = False) -> int:
         with self._place(path, changes=True) as (parent, name):
+            # Set to direct afterwards: with both flags, it may be created and fail all the same.
             fd = os.open(name, _EXCLUSIVE, 0o666, dir_fd=parent)
             return self._opened(fd, path, direct)
 
@@ -407,14 +399,14 @@ class PosixStorage:
 
     # -- the walk ------------------------------------------------------------------------------
 
-    def _place(self, path: str, *, changes: bool = False) -> _Place:
+    def _place(self, path: str, *, changes: bool = False) -> _OpenDirectory:
         """The directory of an entry, and its name there."""
         pieces = split_entry(path)
-        return _Place(self, path, pieces[:-1], pieces[-1], changes)
+        return _OpenDirectory(self, path, pieces[:-1], pieces[-1], changes)
 
-    def _directory(self, path: str) -> _Place:
+    def _directory(self, path: str) -> _OpenDirectory:
         """A directory, to look into."""
-        return _Place(self, path, split_path(path), "", False)
+        return _OpenDirectory(self, path, split_path(path), "", False)
 
     @contextmanager
     def _two_places(self, src: str, dst: str) -> Iterator[tuple[int, str, int, str]]:
@@ -482,7 +474,7 @@ class PosixStorage:
         return f"{place}: {_whose(found)}"
 
 
-class _Place:
+class _OpenDirectory:
     """A directory of a storage that is open in a block, and a name in it.
 
     Not a ``contextmanager``: ten looks are made for every checkpoint, and this costs half as much.

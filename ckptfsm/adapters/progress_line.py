@@ -7,7 +7,7 @@ hidden cursor behind.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,39 +16,28 @@ if TYPE_CHECKING:
 _MOST_COLUMNS = 120
 
 
-class ProgressLine(Protocol):
-    """A line that shows one text at a time. Its calls raise ``OSError`` if the terminal is gone."""
+class ProgressLine:
+    """A line that shows one text at a time. Its calls raise ``OSError`` if the terminal is gone.
 
-    @property
-    def width(self) -> int:
-        """Columns of the terminal, as it is now."""
-        ...
-
-    def draw(self, text: str) -> None:
-        """Show ``text`` instead of the last one."""
-        ...
-
-    def end(self, text: str) -> None:
-        """Show the last text, and go to the next line."""
-        ...
-
-
-class RichLine:
-    """See ``ProgressLine``. rich is imported when a line is opened: not every trainer has it."""
+    rich is imported when a line is opened: not every trainer has it.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @property
     def width(self) -> int:
+        """Columns of the terminal, as it is now."""
         return min(self._console.width, _MOST_COLUMNS)
 
     def draw(self, text: str) -> None:
+        """Show ``text`` instead of the last one."""
         with self._console:  # in one write
             self._replace(text, end="")
             self._console.control(_control(erase=False))
 
     def end(self, text: str) -> None:
+        """Show the last text, and go to the next line."""
         with self._console:
             self._replace(text, end="\n")
 
@@ -80,4 +69,4 @@ def open_line() -> ProgressLine | None:
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     if not console.file.isatty() or not console.is_terminal or console.is_dumb_terminal:
         return None
-    return RichLine(console)
+    return ProgressLine(console)

@@ -1,11 +1,7 @@
 """Memory of this process that another one reads through a descriptor: memfd segments. No torch.
 
 ``process_vm_readv`` needs a permission that some containers refuse. A descriptor that was sent over a
-socket needs none.
-
-Rules: a segment keeps its size for ever (it is sealed), so that no read of its mapping can fail. Its
-memory is given back when the segment is closed and the last view of the mapping is gone. A fork
-does not freeze a segment: a forked child sees later changes.
+socket needs none. A fork does not freeze a segment: a forked child sees later changes.
 """
 
 from __future__ import annotations
@@ -19,9 +15,9 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ckptfsm.adapters.memory import give_back
+from ckptfsm.adapters.memory import MemoryReader, give_back
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LIVING: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary()
@@ -29,6 +25,9 @@ _LIVING: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary
 
 class SharedSegment:
     """``size`` bytes of new memory, from ``address`` on. Close it to give the memory back.
+
+    It keeps its size for ever, so that no read of its mapping can fail. The memory is given back once
+    it is closed and the last view is gone.
 
     Raises ``OSError`` if the kernel has no memfd, or refuses the size.
     """
@@ -91,17 +90,14 @@ class Span(NamedTuple):
     offset: int
 
 
-class Reader(Protocol):
-    """Reads memory by address. See ``writers.image.MemoryReader``."""
-
-    def read(self, address: int, into: memoryview) -> None: ...
-
-
 class SpanReader:
     """Reads spans with ``take(number, offset, into)``, and all other addresses with ``beyond``."""
 
     def __init__(
-        self, spans: Iterable[Span], take: Callable[[int, int, memoryview], None], beyond: Reader
+        self,
+        spans: Iterable[Span],
+        take: Callable[[int, int, memoryview], None],
+        beyond: MemoryReader,
     ) -> None:
         self._spans = sorted(spans)
         self._starts = list(map(attrgetter("address"), self._spans))

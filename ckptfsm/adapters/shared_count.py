@@ -1,9 +1,7 @@
-"""A count of bytes that some processes add to and another one reads, in memory that all have. No torch.
+"""A count of bytes that some processes add to and another one reads, in memory that all have.
 
-Reading it takes no message and no system call, so a trainer may look as often as it likes.
-
-Rule: a cell has one process that adds to it. No lock is held across processes: a process that is
-killed while it counts makes no other one wait.
+Reading it takes no message and no system call. A cell has one process that adds to it, so no lock is
+held across processes: one that is killed while it counts makes no other one wait.
 """
 
 from __future__ import annotations
@@ -12,11 +10,21 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 from ckptfsm.adapters.segments import SharedSegment
+from ckptfsm.core.ports import Storage
 
 CELLS = 128  # for a writer and its worker processes
 COUNT_BYTES = CELLS * 8
+
+
+class Count(Protocol):
+    """A count of written bytes, see ``SharedCount``."""
+
+    def adder(self, number: int = 0) -> Callable[[int], object]:
+        """A function that adds bytes, for the process ``number`` of a writer."""
+        ...
 
 
 class SharedCount:
@@ -76,3 +84,49 @@ class SharedCount:
                 cells[cell] += count
 
         return add
+
+
+class _Counted:
+    """A storage that counts the bytes of shards on their way to the disk, of whatever part.
+
+    Files that other code writes by path are not counted: those of a ``FileTree`` and of requests.
+    """
+
+    def __init__(self, storage: Storage, count: Count, number: int) -> None:
+        self.uncounted, self.count = storage, count
+        self._add = count.adder(number)
+        self._sizes: dict[int, int] = {}  # of files that were allocated: the rest is padding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.uncounted, name)
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        taken = self.uncounted.write(handle, data)
+        self._add(taken)
+        return taken
+
+    def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
+        taken = self.uncounted.pwrite(handle, data, offset)
+        end = self._sizes.get(handle, offset + taken)
+        self._add(max(0, min(taken, end - offset)))
+        return taken
+
+    def allocate(self, handle: int, size: int) -> bool:
+        self._sizes[handle] = size
+        return self.uncounted.allocate(handle, size)
+
+    def close(self, handle: int) -> None:
+        self._sizes.pop(handle, None)
+        self.uncounted.close(handle)
+
+
+def counted(storage: Storage, count: Count | None) -> Storage:
+    """``storage``, with all bytes that it writes added to ``count``."""
+    return storage if count is None else cast(Storage, _Counted(storage, count, 0))
+
+
+def for_worker(storage: Storage, number: int) -> Storage:
+    """The storage for worker process ``number`` (from 0) of a writer: each counts by itself."""
+    if not isinstance(storage, _Counted):
+        return storage
+    return cast(Storage, _Counted(storage.uncounted, storage.count, number + 1))

@@ -1,19 +1,11 @@
 """Defers Python signal handlers during a public call, or while a child is forked and stored.
 
-No torch.
-
 CPython runs a handler between two instructions of the main thread, and the usual one for Ctrl-C
 raises. Between two collectives that would leave the other ranks waiting in the second one. Between
 a fork and the line that stores the child, it would leave an unknown writer. Inside ``os.fork``, in
 the calls before and after it, the error is printed and lost, and logging's lock may stay held.
 
-Rules:
-
-- Handlers are deferred, not lost: each runs at the end of the block, or where the block calls
-  ``hear``, and may raise there.
-- Only handlers written in Python are deferred, and only in the main thread.
-- The kernel's setting of a handler is restored: its flags, or a handler in C above ours. Only a
-  handler that was newly set inside the block stays.
+Handlers are deferred, not lost: each runs at the end of the block, or where the block calls ``hear``.
 """
 
 from __future__ import annotations
@@ -71,6 +63,9 @@ def _end_with(trainer: int) -> None:
 class PosixDeferredSignals:
     """``with PosixDeferredSignals(): self.child = fork_child(...)``: a Ctrl-C is raised at the end.
 
+    For handlers written in Python, in the main thread. The kernel's setting of each is restored: its
+    flags, or a handler in C above ours. Only one that was newly set inside stays.
+
     Not to be entered twice.
     """
 
@@ -86,7 +81,10 @@ class PosixDeferredSignals:
             for number in _NUMBERS:
                 handler = _signal.getsignal(number)
                 if callable(handler):
-                    self._wait_with(number, handler)
+                    found = ctypes.create_string_buffer(_SIGACTION_BYTES)
+                    _LIBC.sigaction(number, None, found)
+                    self._put_off[number] = handler, found
+                    _signal.signal(number, self._arrives)
         except ValueError:  # the interpreter calls another thread its main one
             self._put_off.clear()
         except BaseException:  # a handler that ran before its signal was deferred
@@ -98,7 +96,11 @@ class PosixDeferredSignals:
             self._put_back(list(self._put_off))
         finally:
             self._waiting = False  # an unrestored handler is called at once from now on
-            self._hand_on()
+            first = self.hear()
+            while self._arrived:  # all of them run, and the first exception is raised
+                self.hear()
+            if first is not None:
+                raise first
 
     def hear(self) -> BaseException | None:
         """Run the handlers that have arrived so far.
@@ -112,20 +114,6 @@ class PosixDeferredSignals:
             except BaseException as error:  # a Ctrl-C: the caller decides where to raise it
                 return error
         return None
-
-    def _hand_on(self) -> None:
-        """Run all deferred handlers in order, then raise the first exception, if any."""
-        first = self.hear()
-        while self._arrived:
-            self.hear()
-        if first is not None:
-            raise first
-
-    def _wait_with(self, number: int, handler: Handler) -> None:
-        found = ctypes.create_string_buffer(_SIGACTION_BYTES)
-        _LIBC.sigaction(number, None, found)
-        self._put_off[number] = handler, found
-        _signal.signal(number, self._arrives)
 
     def _put_back(self, numbers: list[int]) -> None:
         """Restore each handler, the last one first, even if restoring another one raises."""

@@ -1,17 +1,9 @@
 """A process of this library that runs beside its trainer: started, talked to, watched. No torch.
 
-Both ends hold a stream socket with framed, pickled messages, on which descriptors travel too. The end
-of the stream alone proves no death: a data loader that the trainer forked keeps the trainer's end open.
-
-Rules:
-
-- ``adapters.tied`` starts the process: it ends with its trainer, and hears no signal but the kernel's.
-- The process inherits its end of the socket and nothing else. Its working directory is ``/``, so
-  that it keeps no file system busy.
-- The process watches the trainer's pidfd, too, so that it can end in order. The kernel continues a
-  process with a last act when its trainer ends, and kills others.
-- The trainer learns of the end of the process from the kernel, and never concludes it from silence.
-- Other processes that the trainer forked can neither talk to the process nor kill it.
+Both ends hold a stream socket with framed, pickled messages, on which descriptors travel too. The
+process inherits its end and nothing else, and ends with its trainer (``adapters.tied``). The trainer
+learns of the end of the process from the kernel, and never concludes it from silence. The end of the
+stream alone proves no death: a data loader that the trainer forked keeps the trainer's end open.
 """
 
 from __future__ import annotations

@@ -6,14 +6,7 @@ for that by itself may be stopped before it asks, so its starter has to ask betw
 the trainer's memory, as after ``vfork``, and makes some calls of libc, one after the other. No code of
 Python runs in the child, and no page is copied.
 
-Rules:
-
-- The kernel's signal comes when the *thread* that started the process ends. So each process has a thread
-  of its own, which ends after it.
-- All signals are blocked from the first instruction on. A signal to all processes of a job is meant for
-  the trainer.
-- The first descriptors are given, and no other is needed: standard streams of the trainer may be closed.
-- The process leads a session. All that is left of that is killed when its end is noticed.
+The process leads a session. All that is left of that is killed when its end is noticed.
 """
 
 from __future__ import annotations
@@ -121,7 +114,11 @@ class TiedProcess:
     def _live(
         self, words: list[bytes], variables: list[bytes], fds: list[int], end: signal.Signals
     ) -> None:
-        """Start the process, and wait for its end: the kernel takes this thread for its parent."""
+        """Start the process, and wait for its end.
+
+        The kernel's signal comes when the *thread* that started the process ends.
+        """
+        # Inherited from the first instruction on: a signal to all of a job is meant for the trainer.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.pid = _launched(words, variables, fds, end)

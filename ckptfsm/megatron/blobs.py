@@ -1,12 +1,9 @@
 """Templates of ``torch.save`` blobs: all bytes of a tensor's blob but its data.
 
 Head and tail of a blob depend on the tensor's structure only, but for checksums of the data, see
-``writers.blob``. A template is made by torch itself, with ``skip_data``, into a file with a hole where
-the data would be, and is kept by structure.
-
-Rules: a template is trusted only for a dtype for which template and ``torch.save`` gave the same
-bytes once in this process. If they ever differ, as a new torch may, every blob is written by
-``torch.save`` from then on.
+``core.blob``. Torch itself makes a template, with ``skip_data``, into a file with a hole for the data.
+A template is trusted only for a dtype for which template and ``torch.save`` gave the same bytes once in
+this process. If they ever differ, every blob is written by ``torch.save`` from then on.
 """
 
 from __future__ import annotations

@@ -2,14 +2,6 @@
 
 Each lasts for one foreign call. In both, a warning of megatron-core or torch is never raised, even
 under ``-W error``: it would fail a save or a restore.
-
-``cpu_devices``: megatron-core calls ``torch.cuda.synchronize()`` and asks
-``torch.cuda.current_device()`` for the device of small tensors, also without CUDA. (0.16.1:
-``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``.) Without
-CUDA both functions are replaced during the call; with CUDA nothing is touched.
-
-``process_group``: planning and loading ask for a rank. A job of one process without
-``torch.distributed`` gets a group of one during the call, from an in-memory store.
 """
 
 from __future__ import annotations
@@ -27,7 +19,11 @@ from ckptfsm.adapters.notices import no_warning_is_an_error
 
 @contextlib.contextmanager
 def cpu_devices() -> Iterator[None]:
-    """Let megatron-core run where there is no CUDA."""
+    """Let megatron-core run where there is no CUDA.
+
+    It calls ``torch.cuda.synchronize()`` and ``current_device()`` all the same (0.16.1:
+    ``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``).
+    """
     if torch.cuda.is_available():
         with no_warning_is_an_error():
             yield
@@ -53,7 +49,10 @@ def _cpu() -> torch.device:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Make sure there is a default process group for the duration of a call."""
+    """Make sure there is a default process group: planning and loading ask for a rank.
+
+    A lone process gets a group of one for the duration of the call, from an in-memory store.
+    """
     with no_warning_is_an_error():
         if dist.is_initialized():
             yield

@@ -2,20 +2,12 @@
 
 A save copies its tensors into an arena, which is pinned once and kept for the next saves. A side stream
 makes the copies: it begins after the work that the trainer's current stream has so far, and ends with
-an event. The writer process gets its order when the event is done, see ``writers.write_engine``.
+an event. The trainer may change its tensors once its current stream was put behind the event
+(``order_updates``): the host waits for nothing. The writer gets its order when the event is done.
 
-Rules:
-
-- The trainer may change its tensors once its current stream was put behind the event
-  (``order_updates``). The host waits for nothing.
-- Small tensors are copied first, and the current stream is put behind these copies at once: a forward
-  pass may change them, as the buffers of a BatchNorm.
-- The arena is filled again only after the last copies into it are made. The writer must have read them,
-  or be certainly gone: no ``StateCopy`` of an earlier save is left then.
-- No forked child has the arena: an accelerator writes into it past the kernel's copy-on-write. If a
-  writer is forked all the same, it gets an arena that is filled for the last time.
-- Work of other streams on the state is not waited for: the trainer joins them before ``save``, as it
-  does before it uses the state itself.
+No forked child has the arena: an accelerator writes into it past the kernel's copy-on-write. If a
+writer is forked all the same, it gets an arena that is filled for the last time. Work of other streams
+on the state is not waited for: the trainer joins them before ``save``.
 """
 
 from __future__ import annotations

@@ -2,17 +2,12 @@
 
 Stock's load opens each item with ``torch.load``, one after the other, and copies it twice. Where a
 rank wants a tensor exactly as it is stored, its bytes lie in a file as they do in memory. Then the
-file is read whole, past the page cache, with several reads in flight (``disk.pieces``). Each piece is
-digested and copied into the tensors that it belongs to.
+file is read whole, past the page cache, with several reads in flight (``disk.pieces``). Stock's load
+does the rest: objects, other shardings or dtypes, files of which less than half is wanted.
 
-Stock's load does the rest in any case: objects, other shardings or dtypes, tensors that are not
-contiguous, files of which less than half is wanted. A ``sharded_strategy`` gives it the tensors that
-are filled.
-
-Rules: the place of the data in a blob is never taken from the disk. The head of a blob is made by
-torch for the wanted structure, as for a save, and the stored head has to be the same, byte for byte.
-Metadata is read only after its digest was compared, and with a list of the classes allowed in it. A
-tensor whose place is odd in any way is left to stock's load.
+The place of the data in a blob is never taken from the disk. Torch makes the head for the wanted
+structure, as for a save, and the stored head has to be the same. Metadata is read only after its digest
+was compared. A tensor whose place is odd in any way is left to stock's load.
 """
 
 from __future__ import annotations

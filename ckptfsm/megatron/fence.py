@@ -1,14 +1,10 @@
-"""Keeps a late writer of a ready-made request out of a directory that now belongs to another
-attempt.
+"""Keeps a late writer of a ready-made request out of a directory that is another attempt's by now.
 
-A request with a path fixed by the trainer is written in place, by foreign code that opens its files
-late and by path. Such a writer may be stopped, or outlive its job on another rank. If it wakes up
-after the next job has saved the same step, it would overwrite that save. Python calls an audit hook
-before each file is opened; the hook first looks for the mark of the attempt.
-
-Rules: only for changes, and only below the attempt's directory. A process can still be stopped
-between the look and the change: at most one file that was already looked at can be opened late.
-Paths relative to a descriptor are not seen, as megatron-core uses none.
+Such a request is written in place, by foreign code that opens its files late and by path. A writer that
+was stopped, or outlived its job on another rank, would overwrite the next job's save of the same step.
+Python calls an audit hook before each file is opened; the hook first looks for the mark of the attempt.
+A process can still be stopped between look and change: at most one file is opened late. Paths relative
+to a descriptor are not seen, as megatron-core uses none.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """Ready-made AsyncRequests of megatron-core, and objects with the same field names.
 
-A request is used by its field names only, since fields were added over versions. The writer of a
-request runs in a supervised child with a private results channel instead of the shared queue. So
-requests in flight together cannot swap results. The payload goes into the request's queue
+The writer of a request runs in a supervised child with a private results channel instead of the shared
+queue, so requests in flight together cannot swap results. The payload goes into the request's queue
 immediately before the finalizers run: once, on the training thread of every rank.
 
-Rules: exit code, payload and receipt are all required. An exception as payload is a failure. A fork
-freezes pageable memory only, and the next request could be staged into the same shared or pinned
-memory. So tensors in shared memory are copied when a request is taken, and pinned ones are kept
-until the writer has ended.
-
-Write workers are processes up to megatron-core 0.16 and threads from 0.17 on. A worker that dies
-never counts down, and megatron-core's writer would wait for ever. So the writer ends as soon as a
-thread raised or a child failed. That includes a child that ``multiprocessing`` reaps when the next
-worker starts.
+A fork freezes pageable memory only, and the next request could be staged into the same shared or pinned
+memory. So tensors in shared memory are copied when a request is taken, and pinned ones are kept until
+the writer has ended.
 """
 
 from __future__ import annotations
@@ -36,11 +29,10 @@ from typing import Any
 
 import megatron.core
 import torch
-import xxhash
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.adapters.fork import children_of, let_children_die_too
-from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
+from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.adapters.segments import is_in_segment
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
@@ -55,7 +47,6 @@ from ckptfsm.megatron.fence import stay_out_once_fenced
 from ckptfsm.writers.plain_files import make_inside
 
 _WATCH_S = 0.1
-_PIECE_BYTES = 1 << 20
 _WORKER_DIED = 78
 _LOGGED = 3  # lines of a writer's log that its error quotes
 _NVRX_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
@@ -116,14 +107,10 @@ def _installed() -> str:
     return f"megatron-core {megatron.core.__version__}, nvidia-resiliency-ext {nvrx}"
 
 
-class PrivateChannel:
+class PrivateChannel(list[Any]):
     """Replaces the results queue inside one writer."""
 
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def put(self, item: Any) -> None:
-        self.items.append(item)
+    put = list.append
 
 
 @dataclass(slots=True)
@@ -159,7 +146,7 @@ class StagedRequest:
                 raise SaveFailed(
                     f"the writer of {self.name} failed: {describe(error)}{logged.said()}"
                 ) from error
-        return self._judge(channel.items, logged.said()) if self.queue is not None else None
+        return self._judge(channel, logged.said()) if self.queue is not None else None
 
     def _judge(self, items: Sequence[Any], logged: str) -> Any:
         if len(items) != 1:
@@ -341,14 +328,10 @@ def _refuse_memory_of_another(staged: StagedRequest, before: Sequence[ForeignPar
 
 def _digest_of(path: Path) -> str:
     """The digest of a file of some 100 KB; "" if it is missing, which the writer reports."""
-    hasher = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                hasher.update(piece)
+        return digest_of(path.read_bytes())
     except FileNotFoundError:
         return ""
-    return DIGEST_PREFIX + hasher.hexdigest()
 
 
 def stage_request(name: str, request: Any) -> StagedRequest:
@@ -526,9 +509,10 @@ class _Logged(logging.Handler):
 
 @contextmanager
 def _watched_workers() -> Iterator[None]:
-    """End this writer as soon as a worker in the block fails: megatron-core would not notice.
+    """End this writer as soon as a worker in the block fails: megatron-core would wait for ever.
 
-    Workers are children or threads. Later parts of the same writer watch their workers themselves.
+    Workers are processes up to megatron-core 0.16 and threads from 0.17 on. ``multiprocessing`` reaps
+    some when the next one starts. Later parts of the same writer watch their workers themselves.
     """
     let_children_die_too()
     hook, threading.excepthook = threading.excepthook, _end_with_thread

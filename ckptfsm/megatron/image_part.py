@@ -2,14 +2,8 @@
 
 The files are those of ``torch_dist.TorchDistPart``, byte for byte: one ``torch.save`` blob per item.
 The head and tail of a blob come from a template, its data stays in the trainer's memory until the
-writer reads it. A blob without a template is made at once, by torch.
-
-An accelerator's tensor is read from its copy in pinned memory, see ``device_copies``. Where that is not
-possible, the host copies the tensor when the save is staged.
-
-Rules: a tensor is kept until the writer has read its memory. ``changed`` compares its address and
-version with those at staging; torch counts a version up with each change in place. Data of less than
-``SMALL_BYTES`` is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
+writer reads it. A blob without a template is made at once, by torch. An accelerator's tensor is read
+from its copy in pinned memory (``device_copies``), or from a copy that the host makes at once.
 """
 
 from __future__ import annotations
@@ -32,6 +26,7 @@ from ckptfsm.megatron.device_copies import StateCopy, version_of
 from ckptfsm.megatron.torch_dist import PartShare, Row, exact, to_host
 from ckptfsm.writers.image import ImagePart
 
+# Smaller data is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
 SMALL_BYTES = 64 << 10
 
 

@@ -1,8 +1,7 @@
 """No collective in the ``make`` of a ``FileTree`` that a single rank writes.
 
-The other ranks do not call ``make``. Such a collective would wait for them, or match one of the
-training's. So it is refused before it begins, where torch sees it: on this thread, and through the
-dispatcher. A wait that torch does not see, such as one for a file, lasts as long as it lasts.
+Such a collective would wait for the other ranks, or match one of the training's. It is refused before it
+begins, where torch sees it: on this thread, and through the dispatcher.
 """
 
 from __future__ import annotations

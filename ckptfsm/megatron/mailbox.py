@@ -1,13 +1,8 @@
 """Reports reach rank 0 over a TCP socket, without a collective and without torch.
 
-Rank 0 listens on one address of its host. Each message has a connection of its own, and is signed
-with a secret of the job (HMAC-SHA256). Reports travel as JSON, so that a message runs no code.
-
-Rules:
-
-- Making a mailbox is collective. If rank 0 does not hear each other rank, no rank has a mailbox.
-- No step of that lasts longer than a share of the deadline at which the other ranks give up.
-- Any message may be lost: its rank sends the report through the rounds as well.
+Each message has a connection of its own, and is signed with a secret of the job (HMAC-SHA256). Reports
+travel as JSON, so that a message runs no code. Any message may be lost: its rank sends the report
+through the rounds as well. If rank 0 does not hear each other rank at the start, no rank has a mailbox.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """The plan of a part: which item of a state goes to which file, made by megatron-core's planner.
 
-A plan depends on the structure of the state only. The planner takes longer than everything else in a
-save, so a plan is used again while the structure stays.
-
-Rules:
-
-- Planning is local.
-- A plan is used again only for a state with the same keys, shapes, strides and places in the same
-  order.
-- A plan is kept only if each of its items is certainly the data of one value, or a view. Otherwise
-  the next save makes another plan.
+The planner takes longer than everything else in a save. So a plan is used again for a state with the
+same keys, shapes, strides and places in the same order. A plan is kept only if each of its items is
+certainly the data of one value, or a view.
 """
 
 from __future__ import annotations

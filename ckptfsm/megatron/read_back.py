@@ -1,12 +1,9 @@
 """Reads back what a save would write of plain values and objects, before the save is accepted (I12).
 
 Torch's loader takes fewer types than ``torch.save``, so a state can be saved that no start can load.
-Here the values are pickled and loaded again by the loader's own rule, which is asked and not imitated:
-registered safe globals and torch's environment variables count. Values of plain tensors are neither
-pickled nor copied.
-
-A quick look at everything is enough when it succeeds. If it fails, each value is saved and loaded as
-in a restore, and only that may refuse. Pickles that were accepted are remembered by digest.
+Here the values are pickled and loaded again by the loader itself: registered safe globals and torch's
+environment variables count. Values of plain tensors are neither pickled nor copied. If the quick look at
+everything fails, each value is saved and loaded as in a restore, and only that may refuse.
 """
 
 from __future__ import annotations

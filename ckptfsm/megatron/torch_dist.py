@@ -1,17 +1,12 @@
 """Saves in Megatron's torch_dist format: plan, write, finish. Stock loaders read the result.
 
-The save is composed from megatron-core's building blocks instead of ``dist_checkpointing.save``.
-That function holds collectives in which one failing rank leaves the others waiting, and a queue in
-a manager process that all saves share. Here planning is local (``draft``), the ranks' plans are
-merged at rank 0 through the library's transport, and results travel in receipts.
+``dist_checkpointing.save`` has collectives in which one failing rank leaves the others waiting, and a
+queue in a manager process that all saves share. Here planning is local (``draft``), the ranks' plans are
+merged at rank 0, and results travel in receipts.
 
-The files mean the same to a stock reader: ``__<rank>_<n>.distcp`` with one ``torch.save`` per item,
-``.metadata``, ``metadata.json``, and the state common to all ranks. That state is a file
-``common.pt`` up to megatron-core 0.18. From 0.19 on it is an object in a shard, which older
-versions cannot read.
-
-Rules: files are opened only through the storage port. Every bucket is a file with its worker
-process; a worker that dies fails the writer at once.
+The files are ``__<rank>_<n>.distcp`` with one ``torch.save`` per item, ``.metadata``, ``metadata.json``,
+and the state common to all ranks. That is a file ``common.pt`` up to megatron-core 0.18. From 0.19 on it
+is an object in a shard, which older versions cannot read.
 """
 
 from __future__ import annotations
@@ -42,6 +37,7 @@ from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.adapters.segments import is_in_segment
+from ckptfsm.adapters.shared_count import for_worker
 from ckptfsm.adapters.versions import series_of
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, SaveFailed, WriterDied
@@ -52,7 +48,6 @@ from ckptfsm.disk.durable import make_dirs, storage_error
 from ckptfsm.disk.pickle_stubs import GETATTR, METADATA_GLOBALS
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.planning import Bucket, PartDraft
-from ckptfsm.writers.counted import for_worker
 from ckptfsm.writers.shard_file import ShardFile
 
 _DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader

@@ -1,7 +1,6 @@
 """The transport over torch.distributed: a separate gloo group beside the trainer's groups.
 
-Rules: nothing here uses the default group, so the trainer's collectives and ours cannot mix. A
-collective that fails means that a rank is gone: ``RankFailed``; the job has to be restarted, and
+A collective that fails means that a rank is gone: ``RankFailed``; the job has to be restarted, and
 recovery decides from disk.
 """
 

@@ -20,7 +20,7 @@ from ckptfsm.writers.rank_writer import write_rank
 
 
 class PlainCount:
-    """A ``writers.counted.Count`` of a writer that lives in this process."""
+    """A ``adapters.shared_count.Count`` of a writer that lives in this process."""
 
     def __init__(self) -> None:
         self.value = 0

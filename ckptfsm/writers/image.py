@@ -19,10 +19,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
+from ckptfsm.adapters.memory import MemoryReader
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.images import (
@@ -47,12 +48,6 @@ except ImportError:  # wheels exist for x86_64 and aarch64; zlib is slower, and 
 
 _HOT_BYTES = 1 << 20  # summed twice (CRC and digest) while the piece is in the processor's cache
 _STREAMS = 2  # writes of one file in flight
-
-
-class MemoryReader(Protocol):
-    """Reads the trainer's memory. Raises ``OSError`` if an address is not readable."""
-
-    def read(self, address: int, into: memoryview) -> None: ...
 
 
 def fill(view: memoryview, slices: Sequence[Slice], memory: MemoryReader) -> None:

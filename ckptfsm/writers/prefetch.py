@@ -1,12 +1,9 @@
 """Threads that read the trainer's memory ahead of the pass that writes it.
 
 The chunks of all images of a job are filled in the order in which they are written, as far as there
-are free buffers. With buffers for all of them, the trainer's memory is copied first, at the speed of
-the memory: the trainer may change it before the disk has a byte.
-
-Rules: all chunks of a turn are filled before the first of the next turn. The images of a turn are
-written side by side, and turns one after the other. So a later turn can never hold the buffers that
-an earlier one waits for. An error of a read ends the whole job.
+are free buffers. With buffers for all of them, the trainer may change its memory before the disk has a
+byte. All chunks of a turn are filled before the first of the next one: a later turn never holds the
+buffers that an earlier one waits for.
 """
 
 from __future__ import annotations
@@ -19,8 +16,9 @@ from functools import partial
 
 import xxhash
 
+from ckptfsm.adapters.memory import MemoryReader
 from ckptfsm.core.images import CHUNK_BYTES, Chunk, Image, Memory, Slice
-from ckptfsm.writers.image import MemoryReader, fill
+from ckptfsm.writers.image import fill
 
 
 class Buffers:

@@ -1,13 +1,10 @@
-"""The writer of one rank: a forked child that writes all parts of the rank, and a receipt for each.
+"""The writer of one rank, which writes all parts of the rank, and a receipt for each.
 
-Order inside the child: shards -> fsync each (digest meanwhile) -> fsync of directories -> receipt.
-The receipt of a part comes last and is durable before the child reports. The receipt lists every file
-that the rank wrote of the part.
+Order: shards -> fsync each (digest meanwhile) -> fsync of directories -> receipt. The receipt of a part
+lists every file that the rank wrote of it, and is durable before the writer reports.
 
-Rules: the coordinator makes the attempt's directory. A writer makes directories only below it: a
-late writer cannot recreate a directory that was moved away. Every shard is created exclusively, so
-that two writers can never share one. I/O goes through the storage port, but for parts that write by
-path: a ``FileTree`` and foreign requests.
+A writer makes directories only below the attempt's: a late one cannot recreate a directory that was
+moved away. Every shard is created exclusively, so that two writers can never share one.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ from typing import Any
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child, fork_child
-from ckptfsm.adapters.memory import OwnMemory
-from ckptfsm.adapters.shared_count import SharedCount
+from ckptfsm.adapters.memory import MemoryReader, OwnMemory
+from ckptfsm.adapters.shared_count import Count, SharedCount, counted
 from ckptfsm.core.documents import Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
@@ -42,8 +39,7 @@ from ckptfsm.core.ports import (
 )
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.writers.counted import Count, counted
-from ckptfsm.writers.image import InlineChunks, MemoryReader
+from ckptfsm.writers.image import InlineChunks
 from ckptfsm.writers.shard_file import ShardFile
 
 _LOOK_S = 0.2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.ports import Storage
@@ -42,39 +42,13 @@ class ShardFile:
 
     def close_durably(self, name: str) -> FileEntry:
         """Fsync, digest, close. The digest costs no time while the disk is busy with the fsync."""
-        digest = _Digest(self._storage, self.path)
-        overlapped = self._position >= _OVERLAP_BYTES
-        if overlapped:
-            digest.start()
-        try:
-            self._storage.fsync(self._handle)
-        finally:
-            self._storage.close(self._handle)
-            if overlapped:
-                digest.join()
-        if not overlapped:
-            digest.run()
-        return FileEntry(name=name, bytes=self._position, digest=digest.result())
-
-
-class _Digest(threading.Thread):
-    """Digests a file during the fsync of the same file."""
-
-    def __init__(self, storage: Storage, path: str) -> None:
-        super().__init__(daemon=True)
-        self._storage = storage
-        self.path = path
-        self._result: str | None = None
-        self._error: OSError | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._storage.digest(self.path)
-        except OSError as error:
-            self._error = error
-
-    def result(self) -> str:
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+        digest = None
+        with ThreadPoolExecutor(1, "ckptfsm-digest") as beside:
+            try:
+                if self._position >= _OVERLAP_BYTES:
+                    digest = beside.submit(self._storage.digest, self.path)
+                self._storage.fsync(self._handle)
+            finally:
+                self._storage.close(self._handle)
+        found = self._storage.digest(self.path) if digest is None else digest.result()
+        return FileEntry(name=name, bytes=self._position, digest=found)

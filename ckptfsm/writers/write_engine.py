@@ -15,7 +15,7 @@ the background, and holds nothing of its trainer.
 - A process serves if it answers: before a job that it can read our memory, then that the job begins.
   One that does not is killed, and another one takes its place, once. A save waits ``SERVE_S`` for
   both, and is forked then. A process that failed, was killed or missed its deadline is never used again.
-- While an accelerator still copies its state, the process has no order, and there is no fork: the state
+- While an accelerator still copies its state, the process has no order. There is no fork then: the state
   is the trainer's again, and a fork would be made beside its threads.
 """
 
@@ -180,13 +180,15 @@ class WriteEngine:
         receipts = [f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts]
         again = partial(self._begin_again, give, storage, receipts)
         running = WriteJob(
-            self,
             process,
             job,
             reading,
+            take_back=self.take_back,
+            take_back_arena=self.take_back_arena,
             later=partial(give, process) if copying is not None else None,
             again=again if _may_restart(job) else None,
         )
+        self._running.add(running)
         if broken_off is not None:
             running.kill(0.0)
             raise NotGone(running, broken_off)
@@ -488,10 +490,6 @@ class WriteEngine:
         with self._taking:
             arena, self._arena = self._arena, None
         return arena
-
-    def watch(self, running: WriteJob) -> None:
-        """End this job when the engine is closed."""
-        self._running.add(running)
 
     def close(self, timeout_s: float = _KILL_WAIT_S) -> None:
         """End all processes, and close the segments."""

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.segments import SharedSegment, Span
@@ -17,9 +16,6 @@ from ckptfsm.core.errors import WriterDied, describe
 from ckptfsm.core.ports import ChildError, Outcome, RankJob
 from ckptfsm.writers.trainers_memory import Arena
 from ckptfsm.writers.write_process import Confirm, Done, JobEnded, OrderAccepted, Taken
-
-if TYPE_CHECKING:
-    from ckptfsm.writers.write_engine import WriteEngine
 
 log = logging.getLogger("ckptfsm")
 
@@ -79,6 +75,8 @@ class MemoryRoute:
 class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``.
 
+    ``take_back`` and ``take_back_arena`` get the process of a job that is done, and its copy.
+
     ``later`` gives the process its order, once an accelerator's copies are made. Until then its end
     changes nothing. ``again`` starts another process, once: for such copies, only while the first has
     not begun. A process that does not begin in time is killed. ``killed``: the trainer ended it, though
@@ -87,15 +85,16 @@ class WriteJob:
 
     def __init__(
         self,
-        engine: WriteEngine,
         process: Spawned,
         job: RankJob,
         reading: MemoryRoute,
         *,
+        take_back: Callable[[Spawned, str], None],
+        take_back_arena: Callable[[Arena], None],
         later: Callable[[], object] | None = None,
         again: Callable[[], Spawned | None] | None = None,
     ) -> None:
-        self._engine = engine
+        self._take_back, self._take_back_arena = take_back, take_back_arena
         self._process = process
         self._kept: RankJob | None = job  # with its memory, until it was read
         self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
@@ -111,7 +110,6 @@ class WriteJob:
         self._taken = self._confirmed = self.killed = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
-        engine.watch(self)
 
     @property
     def holds_copy(self) -> bool:
@@ -218,7 +216,7 @@ class WriteJob:
                 self._taken, self._kept = True, None
             elif isinstance(message, Done):
                 self._end(Outcome(0, message.payload, complete=True))
-                self._engine.take_back(self._process, message.inconsiderate)
+                self._take_back(self._process, message.inconsiderate)
             elif isinstance(message, JobEnded):
                 self._failure = Outcome(1, error=message.error)
             elif isinstance(message, OrderAccepted):
@@ -263,7 +261,7 @@ class WriteJob:
         self._outcome, self._kept = outcome, None
         arena, self._arena = self._arena, None
         if arena is not None:
-            self._engine.take_back_arena(arena)
+            self._take_back_arena(arena)
         if self._counting is not None:
             self._counting.close()
 

@@ -40,8 +40,8 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import OffloadHook
+from ckptfsm.megatron.checkpoint_manager import GroupWorker
 from ckptfsm.megatron.driver import refuse_newer
-from ckptfsm.megatron.torch_group_worker import GroupWorker
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree

@@ -14,7 +14,7 @@ from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import config_of
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.integrations.queue import AsyncCallsQueue
-from ckptfsm.megatron.torch_group_worker import GroupWorker
+from ckptfsm.megatron.checkpoint_manager import GroupWorker
 from ckptfsm.megatron.transport import transport_of
 
 CONFIG = config_of(None, {})

@@ -15,6 +15,7 @@ from refused_reads import refuse_reads
 
 from ckptfsm.adapters import segments
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.shared_count import counted, for_worker
 from ckptfsm.core.images import Literal, Memory, image_of
 from ckptfsm.core.layout import staging_dir
 from ckptfsm.core.parts import AttemptId
@@ -25,7 +26,6 @@ from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from ckptfsm.testing.writers import PlainCount, SimWriters
-from ckptfsm.writers.counted import counted, for_worker
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import FilePart, launch_forked, write_rank
 from ckptfsm.writers.shard_file import ShardFile

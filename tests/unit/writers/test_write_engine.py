@@ -1209,7 +1209,9 @@ class Told:
 def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     """Catches: a trainer that changes its state while the writer reads it."""
     process = Told(Hello(""), Taken())
-    written = WriteJob(engine(), process, job(State().part()), MemoryRoute(0, lent=True))
+    used, work = engine(), job(State().part())
+    done = {"take_back": used.take_back, "take_back_arena": used.take_back_arena}
+    written = WriteJob(process, work, MemoryRoute(0, lent=True), **done)
     assert [written.holds_copy for _ in range(3)] == [False, True, True]
 
 
