@@ -48,14 +48,11 @@ _READ_BYTES = 1 << 16
 class Child:
     """A forked child, seen from its parent."""
 
-    def __init__(
-        self, pid: int, pipe: int, *, group: bool, count: SharedCount | None = None
-    ) -> None:
+    def __init__(self, pid: int, pipe: int, count: SharedCount | None = None) -> None:
         self.pid = pid
         self._count = count
         self._parent = os.getpid()
         self._pipe: int | None = pipe
-        self._group = group
         self.began = False
         self._data = bytearray()
         self._outcome: Outcome | None = None
@@ -109,10 +106,7 @@ class Child:
         if not self._is_ours():
             return False
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
-            if self._group:
-                os.killpg(self.pid, signal.SIGKILL)
-            else:
-                os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         return self.wait(timeout_s) is not None
 
     def whereabouts(self) -> str:
@@ -161,33 +155,30 @@ class Child:
 
     def _kill_group(self) -> None:
         """Kill the child's group: workers that outlived their writer must not write on."""
-        if self._group:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def fork_child(
     job: Callable[[], Any],
     *,
     keep: Sequence[int],
-    group: bool,
     count: SharedCount | None = None,
 ) -> Child:
     """Fork a child that runs ``job`` and reports its (picklable) result or its error.
 
-    ``keep``: descriptors the child may keep. ``count``: the bytes that it writes, which ``job``
-    counts. ``group``: put the child into a new process group. The
-    child can then be killed with everything it forks, and a Ctrl-C at the terminal does not reach
-    it. A child without a group is a worker forked by such a child: no other thread of its parent
-    holds a lock. Call within ``PosixDeferredSignals``, until the child is stored.
+    ``keep``: descriptors the child may keep. ``count``: the bytes that it writes, which ``job`` counts.
+
+    The child has a process group of its own: it can be killed with everything it forks, and a Ctrl-C at
+    the terminal does not reach it. Call within ``PosixDeferredSignals``, until the child is stored.
 
     Returns when the child runs: a lock that another thread held at the fork stays locked there for good.
     A child that hangs in the fork is killed and forked anew; the last
     attempt is left to its deadline. CPython 3.10 and 3.11 could hang there until September 2024
     (issue 112275): at a lock that threads of torch take when they free tensors.
     """
-    for _ in range(_FORKS - 1 if group else 0):
-        child = _fork(job, keep, group, count)
+    for _ in range(_FORKS - 1):
+        child = _fork(job, keep, count)
         try:
             if child.begins(_BEGIN_S):
                 return child
@@ -199,15 +190,13 @@ def fork_child(
             raise
         said = f"a child did not begin, and is forked anew; it was {where}"
         say(log.warning, "child_did_not_begin", said, where=where)
-    return _fork(job, keep, group, count)
+    return _fork(job, keep, count)
 
 
-def _fork(
-    job: Callable[[], Any], keep: Sequence[int], group: bool, count: SharedCount | None
-) -> Child:
+def _fork(job: Callable[[], Any], keep: Sequence[int], count: SharedCount | None) -> Child:
     with _named("pipe2"):
         read_end, write_end = above_streams(os.pipe2(os.O_CLOEXEC))
-    run = partial(_run_child, job, (read_end, write_end), keep, group, os.getpid())
+    run = partial(_run_child, job, (read_end, write_end), keep, os.getpid())
     main_thread = threading.current_thread() is threading.main_thread()
     try:
         with _collector_off(), _named("fork"):
@@ -217,10 +206,9 @@ def _fork(
         os.close(write_end)
         raise
     os.close(write_end)
-    if group:
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)  # both sides set the group: neither may wait for the other
-    return Child(pid, read_end, group=group, count=count)
+    with contextlib.suppress(PermissionError, ProcessLookupError):
+        os.setpgid(pid, pid)  # both sides set the group: neither may wait for the other
+    return Child(pid, read_end, count)
 
 
 def above_streams(fds: Sequence[int]) -> list[int]:
@@ -302,7 +290,7 @@ def _named(call: str) -> Iterator[None]:
 
 
 def _run_child(
-    job: Callable[[], Any], pipe: tuple[int, int], keep: Sequence[int], group: bool, parent: int
+    job: Callable[[], Any], pipe: tuple[int, int], keep: Sequence[int], parent: int
 ) -> None:
     """Run the child from its begin to its exit; never returns. ``pipe[0]`` is the parent's end."""
     code = 1
@@ -311,8 +299,7 @@ def _run_child(
             gc.disable()  # collecting the parent's CUDA tensors in a child crashes it
             _die_with(parent)  # first: it may be stopped at any time
             os.write(pipe[1], _RUNS)
-            if group:
-                os.setpgid(0, 0)
+            os.setpgid(0, 0)
             _reset_signals()
             os.close(pipe[0])  # its number is free for the next file
             _let_go_of_all_but({0, 1, 2, pipe[1], *keep})

@@ -164,7 +164,7 @@ class CheckpointConfig(BaseModel):
         description="names of steps: `megatron` (`iter_0000100`) or `verl` (`global_step_100`)",
     )
     writer_files: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=2, description="files, and worker processes, per rank and part"
+        default=2, description="files per rank and part"
     )
     engine: Literal["auto", "eager", "gated", "fork"] = Field(
         default="auto",

@@ -121,7 +121,7 @@ def _fork(call: _QueuedCall, request: Any) -> None:
     made = make_request(request) if callable(request) else request
     call.request = stage_request(f"call {call.index}", made)
     if call.request.function is not None:
-        call.child = fork_child(call.request.run, keep=(), group=True)
+        call.child = fork_child(call.request.run, keep=())
     call.request.let_go()
 
 

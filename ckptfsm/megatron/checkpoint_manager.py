@@ -126,7 +126,7 @@ def wire(
     busy.
     """
     opener = open_storage or OpenPosix(path_of(root))
-    promise, copies = GatedMemory(), DeviceCopies()
+    promise = GatedMemory()
     transport = transport_of(config)
     mode, engine = config.engine, None
     if mode != "fork" and (mode != "auto" or open_storage is None):
@@ -137,6 +137,7 @@ def wire(
             )
         )
         engine.warm_up()
+    copies = None if engine is None else DeviceCopies()
     driver: Driver
     if make_driver is not None:
         driver = make_driver(transport)
@@ -146,7 +147,6 @@ def wire(
             config.writer_files,
             ranks=transport.world_size,
             common_in_shard=config.common_state == "auto" and keeps_common_in_shard(),
-            images=engine is not None,
             copies=copies,
             promise=promise,
         )
@@ -156,7 +156,8 @@ def wire(
     return Wired(ports, engine, promise)
 
 
-def _close(close_writers: Callable[[], None], copies: DeviceCopies) -> None:
+def _close(close_writers: Callable[[], None], copies: DeviceCopies | None) -> None:
     """End the writers, then give back the memory that they read."""
     close_writers()
-    copies.close()
+    if copies is not None:
+        copies.close()

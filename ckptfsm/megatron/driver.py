@@ -52,7 +52,6 @@ from ckptfsm.megatron.torch_dist import (
     PartShare,
     finish_part,
     keeps_common_in_shard,
-    stage_part,
 )
 from ckptfsm.writers.plain_files import (
     bytes_of,
@@ -93,9 +92,8 @@ class MegatronDraft:
     ) -> tuple[PartJob, ...]:
         rank, read_back = self.driver.rank, self.driver.planner.read_back
         forked = any(spec.format.foreign for spec in specs)
-        templates = None if forked else self.driver.templates
-        if templates is not None:
-            self.held.promised = self.driver.promise.storages()
+        self.held.promised = self.driver.promise.storages()
+        if self.driver.copies is not None and not forked:
             plans = [self.plans[spec.name] for spec in specs if spec.format is TORCH_DIST]
             values = (value for plan in plans for bucket in plan.buckets for _, value in bucket)
             self.held.device = self.driver.copies.begin(values)
@@ -106,10 +104,7 @@ class MegatronDraft:
                 merged = planned[spec.name] if rank == spec.first_rank else None
                 in_shard = self.driver.common_in_shard
                 share = PartShare(spec, self.plans[spec.name], rank, merged, in_shard)
-                if templates is None:
-                    jobs.append(stage_part(share))
-                else:
-                    jobs.append(stage_images(share, templates, self.held))
+                jobs.append(stage_images(share, self.driver.templates, self.held))
             elif spec.format in (FILE, TREE):
                 with no_collective(spec, rank):
                     jobs.append(stage_file(spec, value, location, rank))
@@ -140,13 +135,12 @@ class MegatronDraft:
 
 
 class MegatronDriver:
-    """See ``ports.Driver``. ``files`` is the number of files (and workers) of a rank per part.
+    """See ``ports.Driver``. ``files`` is the number of files of a rank per part.
 
     ``ranks``: the number of ranks that save together.
     ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
-    from 0.19 on. ``images``: stage for a writer that reads the trainer's memory, not for a fork.
-    ``copies`` are those of an accelerator's state, made for such a writer. ``promise`` tells the memory
-    that such a writer may read after ``save``.
+    from 0.19 on. ``copies`` are those of an accelerator's state, for a writer that is not forked.
+    ``promise`` tells the memory that such a writer may read after ``save``.
     """
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({TORCH_DIST.name: finish_part})
@@ -158,15 +152,14 @@ class MegatronDriver:
         *,
         ranks: int = 1,
         common_in_shard: bool = False,
-        images: bool = False,
         copies: DeviceCopies | None = None,
         promise: GatedMemory | None = None,
     ) -> None:
         self.rank, self._ranks = rank, ranks
         self.planner = Plans(files, common_in_shard)
         self.common_in_shard = common_in_shard
-        self.templates = Templates() if images else None
-        self.copies = copies or DeviceCopies()
+        self.templates = Templates()
+        self.copies = copies
         self.promise = promise or GatedMemory()
         self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
         self._sent = ""

@@ -1,6 +1,6 @@
 """A torch_dist part as images, for a writer without torch: where each byte of its files lies.
 
-The files are those of ``torch_dist.TorchDistPart``, byte for byte: one ``torch.save`` blob per item.
+The files have one ``torch.save`` blob per item, byte for byte.
 The head and tail of a blob come from a template, its data stays in the trainer's memory until the
 writer reads it. A blob without a template is made at once, by torch. An accelerator's tensor is read
 from its copy in pinned memory (``device_copies``), or from a copy that the host makes at once.
@@ -132,7 +132,7 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     if isinstance(value, io.BytesIO):
         return [Literal(value.getvalue())]
     room = held.device.room_for(value) if held.device is not None else None
-    host = exact(to_host(value, forked=False)) if room is None else room
+    host = exact(to_host(value)) if room is None else room
     template = templates.of(host)
     if template is None:
         return [Literal(saved(host if room is None else exact(to_host(value))))]

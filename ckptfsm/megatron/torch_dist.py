@@ -17,8 +17,8 @@ import json
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import IO, Any, NamedTuple, cast
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import megatron.core
 import torch
@@ -31,24 +31,14 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.utils._pytree import tree_map
 
-from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.garbage import collection_paused
-from ckptfsm.adapters.notices import no_warning_is_an_error
-from ckptfsm.adapters.segments import is_in_segment
-from ckptfsm.adapters.shared_count import for_worker
 from ckptfsm.adapters.versions import series_of
-from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import DamagedRoot, SaveFailed, WriterDied
-from ckptfsm.core.layout import PLANNED, join, planned_name
+from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import PartJob, Storage, Written
-from ckptfsm.disk.durable import make_dirs, storage_error
 from ckptfsm.disk.pickle_stubs import GETATTR, METADATA_GLOBALS
-from ckptfsm.disk.stock import COMMON, COMMON_KEY
-from ckptfsm.megatron.planning import Bucket, PartDraft
-from ckptfsm.writers.shard_file import ShardFile
+from ckptfsm.disk.stock import COMMON_KEY
+from ckptfsm.megatron.planning import PartDraft
 
 _DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader
 COMMON_IN_SHARD = (0, 19)  # the first megatron-core with the common state in a shard
@@ -77,24 +67,10 @@ class PartShare(NamedTuple):
     common_in_shard: bool
 
 
-@no_warning_is_an_error()
-def stage_part(share: PartShare) -> TorchDistPart:
-    """Bring accelerator tensors to host memory, for a writer that is forked.
-
-    CPU tensors stay, except in shared memory: the fork freezes them.
-    """
-    spec, draft, rank, planned, common_in_shard = share
-    buckets = tuple(
-        tuple((item, to_host(value)) for item, value in bucket) for bucket in draft.buckets
-    )
-    common = tree_map(to_host, draft.common) if planned is not None else None
-    return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned, common_in_shard)
-
-
-def to_host(value: Any, *, forked: bool = True) -> Any:
+def to_host(value: Any) -> Any:
     """A copy in pageable memory, which a fork freezes; a CPU tensor in pageable memory as it is.
 
-    Without a fork, a tensor in a segment stays there too: the engine knows of it.
+    A tensor in a segment stays there too: a launch knows of it.
 
     Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its
     parent. The parent's allocator reuses pinned memory as soon as the draft is dropped, e.g. for
@@ -104,120 +80,10 @@ def to_host(value: Any, *, forked: bool = True) -> Any:
         return value
     strided = value.layout is torch.strided  # a sparse tensor cannot be asked
     if value.device.type == "cpu" and (
-        not strided
-        or value.untyped_storage().is_shared()
-        or value.is_pinned()
-        or (forked and is_in_segment(value.data_ptr()))
+        not strided or value.untyped_storage().is_shared() or value.is_pinned()
     ):
         return value.detach().clone()
     return value.detach().to("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class TorchDistPart(PartJob):
-    """The shard of a rank of a part, ready to be written by a child."""
-
-    name: str
-    directory: str
-    rank: int
-    buckets: tuple[Bucket, ...]
-    common: Any
-    planned: bytes | None
-    common_in_shard: bool
-
-    @no_warning_is_an_error()
-    def write(self, storage: Storage, location: str) -> Written:
-        """Write the buckets in parallel worker processes; common state and planned metadata
-        meanwhile.
-        """
-        names = [f"__{self.rank}_{i}.distcp" for i in range(len(self.buckets))]
-        workers = [
-            fork_child(
-                _BucketJob(
-                    for_worker(storage, number),
-                    join(location, self.directory),
-                    self.directory,
-                    name,
-                    bucket,
-                ),
-                keep=storage.descriptors(),
-                group=False,
-            )
-            for number, (name, bucket) in enumerate(zip(names, self.buckets, strict=True))
-        ]
-        try:
-            files, rows = self._write_common(storage, location)
-            files += self._write_planned(storage, location)
-            for entry, written in _collect(workers, self.rank):
-                files.append(entry)
-                rows += written
-        finally:
-            for worker in workers:
-                worker.kill()
-        return Written(tuple(files), tuple(rows))
-
-    def _write_common(self, storage: Storage, location: str) -> tuple[list[FileEntry], list[Row]]:
-        """At the part's first rank: write the common state, as ``common.pt`` or as a separate
-        shard.
-        """
-        if self.common is None:
-            return [], []
-        file = f"__{self.rank}_{len(self.buckets)}.distcp" if self.common_in_shard else COMMON
-        name = join(self.directory, file)
-        shard = ShardFile(storage, join(location, name))
-        save_into(shard, [self.common] if self.common_in_shard else self.common)
-        row = (COMMON_KEY, None, None, file, 0, shard.tell())
-        return [shard.close_durably(name)], [row] if self.common_in_shard else []
-
-    def _write_planned(self, storage: Storage, location: str) -> list[FileEntry]:
-        """At the part's first rank: write the planned metadata, from which the part is finished."""
-        if self.planned is None:
-            return []
-        make_dirs(storage, PLANNED, base=location)
-        name = planned_name(self.name)
-        shard = ShardFile(storage, join(location, name))
-        shard.write(self.planned)
-        entry = shard.close_durably(name)
-        storage.fsync_dir(join(location, PLANNED))
-        return [entry]
-
-
-@dataclass(frozen=True, slots=True)
-class _BucketJob:
-    """A file of one rank, written by one worker process."""
-
-    storage: Storage
-    path: str
-    directory: str
-    name: str
-    bucket: Bucket
-
-    @no_warning_is_an_error()
-    def __call__(self) -> tuple[FileEntry, list[Row]]:
-        torch.set_num_threads(1)
-        shard = ShardFile(self.storage, join(self.path, self.name))
-        rows: list[Row] = []
-        for item, value in self.bucket:
-            start = shard.tell()
-            save_into(shard, value)
-            index = item.index
-            offset = list(index.offset) if index.offset is not None else None
-            rows.append((index.fqn, offset, index.index, self.name, start, shard.tell() - start))
-        return shard.close_durably(join(self.directory, self.name)), rows
-
-
-def save_into(shard: ShardFile, value: Any) -> None:
-    """Write bytes as they are, anything else with ``torch.save``; raise the real disk error."""
-    try:
-        if isinstance(value, io.BytesIO):
-            shard.write(value.getbuffer())
-        else:
-            plain = exact(value) if isinstance(value, torch.Tensor) else value
-            torch.save(plain, cast(IO[bytes], shard))  # torch.save needs write, tell and flush only
-    except Exception as error:
-        if shard.error is not None and error is not shard.error:
-            raise storage_error(shard.error, "write", shard.path) from shard.error
-        raise
 
 
 def exact(value: torch.Tensor) -> torch.Tensor:
@@ -236,23 +102,6 @@ def exact(value: torch.Tensor) -> torch.Tensor:
     start = value.storage_offset() * value.itemsize
     piece = storage[start : start + size]
     return torch.empty(0, dtype=value.dtype).set_(piece, 0, value.shape, value.stride())
-
-
-def _collect(workers: Sequence[Child], rank: int) -> list[tuple[FileEntry, list[Row]]]:
-    """Every worker's result. Raises the first failure at once."""
-    results: dict[int, tuple[FileEntry, list[Row]]] = {}
-    while len(results) < len(workers):
-        for index, worker in enumerate(workers):
-            if index in results:
-                continue
-            outcome = worker.wait(0.01)
-            if outcome is None:
-                continue
-            if not outcome.succeeded:
-                kind = WriterDied if outcome.error is None else SaveFailed
-                raise kind(f"write worker {index} of rank {rank}: {outcome.explain()}", rank=rank)
-            results[index] = outcome.payload
-    return [results[index] for index in range(len(workers))]
 
 
 # ------------------------------------------------------------------------------------- finishing

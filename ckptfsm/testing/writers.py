@@ -25,10 +25,7 @@ class PlainCount:
     def __init__(self) -> None:
         self.value = 0
 
-    def adder(self, number: int = 0) -> Callable[[int], None]:
-        return self._add
-
-    def _add(self, count: int) -> None:
+    def add(self, count: int) -> None:
         self.value += count
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child, fork_child
-from ckptfsm.adapters.memory import MemoryReader, OwnMemory
+from ckptfsm.adapters.memory import MemoryReader
+from ckptfsm.adapters.segments import is_in_segment
 from ckptfsm.adapters.shared_count import Count, SharedCount, counted
 from ckptfsm.core.documents import Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
@@ -41,6 +42,7 @@ from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storag
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.image import InlineChunks
 from ckptfsm.writers.shard_file import ShardFile
+from ckptfsm.writers.trainers_memory import frozen, ranges_of
 
 _LOOK_S = 0.2
 
@@ -359,16 +361,15 @@ def missed_deadline(whereabouts: str) -> str:
     return "its writer missed its deadline" + (f" at {whereabouts}" if whereabouts else "")
 
 
-def launch_forked(storage: Storage, job: RankJob, memory: MemoryReader | None = None) -> Child:
-    """Start the writer as a forked child: the fork freezes the data (``ports.Launch``).
-
-    ``memory`` reads the data in the child; without it, the data lies where the images say.
-    """
+def launch_forked(storage: Storage, job: RankJob) -> Child:
+    """Start the writer as a forked child: the fork freezes the data (``ports.Launch``)."""
+    # What lies in a segment is copied: a fork does not freeze that.
+    memory = frozen([each for each in ranges_of(job.memory) if is_in_segment(each.address)])
     if job.copying is not None:
         job.copying.give_to_child()
     count = SharedCount.for_children()
-    write = partial(_write_in_child, storage, job, memory or OwnMemory(), count)
-    return fork_child(write, keep=storage.descriptors(), group=True, count=count)
+    write = partial(_write_in_child, storage, job, memory, count)
+    return fork_child(write, keep=storage.descriptors(), count=count)
 
 
 def _write_in_child(

@@ -12,13 +12,9 @@ _OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
 
 
 class ShardFile:
-    """A new file of a checkpoint, as ``torch.save`` wants one: ``write``, ``tell``, ``flush``.
-
-    ``error`` keeps the first OSError: torch reports a full disk as "unexpected pos".
-    """
+    """A new file of a checkpoint, as ``torch.save`` wants one: ``write``, ``tell``, ``flush``."""
 
     def __init__(self, storage: Storage, path: str) -> None:
-        self.error: OSError | None = None
         self._storage = storage
         self.path = path
         self._position = 0
@@ -26,11 +22,7 @@ class ShardFile:
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        try:
-            write_all(self._storage, self._handle, view)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        write_all(self._storage, self._handle, view)
         self._position += len(view)
         return len(view)
 

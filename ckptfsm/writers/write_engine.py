@@ -36,7 +36,7 @@ from typing import Literal
 from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import SharedSegment, is_in_segment
+from ckptfsm.adapters.segments import SharedSegment
 from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
@@ -45,7 +45,7 @@ from ckptfsm.core.layout import STAGING, receipt_name
 from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
-from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, frozen, ranges_of
+from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, ranges_of
 from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, MemoryRoute, WriteJob
 from ckptfsm.writers.write_process import (
     Hello,
@@ -156,11 +156,11 @@ class WriteEngine:
         copying = job.copying
         deadline = time.monotonic() + SERVE_S
         if not _is_portable(storage, job) or not self._greet(deadline):
-            return self._forked(storage, job, ranges)
+            return launch_forked(storage, job)
         left = deadline - time.monotonic()  # a copy into the arena does not count
         reading = self._reading(job, ranges)
         if reading is None:
-            return self._forked(storage, job, ranges)
+            return launch_forked(storage, job)
         reading = replace(reading, count=self._new_count())
         process: Spawned | None = None
         broken_off: BaseException | None = None
@@ -176,7 +176,7 @@ class WriteEngine:
             if process is None and reading.arena is not None:  # also after a Ctrl-C
                 reading.arena.close()
         if process is None:
-            return self._forked(storage, job, ranges)
+            return launch_forked(storage, job)
         receipts = [f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts]
         again = partial(self._begin_again, give, storage, receipts)
         running = WriteJob(
@@ -206,10 +206,6 @@ class WriteEngine:
         interruption = self.hear()
         if interruption is not None:
             raise interruption
-
-    def _forked(self, storage: Storage, job: RankJob, ranges: Sequence[Range]) -> WriterProcess:
-        """A forked writer, with copies of all memory that the fork would not freeze."""
-        return launch_forked(storage, job, frozen([r for r in ranges if is_in_segment(r.address)]))
 
     def _is_lent(self, memory: Range) -> bool:
         return any(segment.holds(*memory) for segment in self._lent)

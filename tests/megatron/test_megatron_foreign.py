@@ -161,7 +161,7 @@ def test_f1_a_write_worker_that_multiprocessing_reaps_ends_the_writer(
     deadline, since only the process that reaped it saw its end."""
     monkeypatch.setattr("ckptfsm.megatron.foreign._WATCH_S", 3600.0)
     request = StagedRequest("x", starts_another_after_one_died, [], {}, [], None)
-    child = fork_child(request.run, keep=(), group=True)
+    child = fork_child(request.run, keep=())
     outcome = child.wait(PATIENCE_S)
     child.kill()
     assert outcome is not None, "it waits"
@@ -183,7 +183,7 @@ def writes_a_part_after_it() -> int | None:
 def test_i3_the_watch_ends_with_its_part() -> None:
     """Found by review. Would catch: the worker of an optional part after it that fails, and ends the
     whole writer instead of its part."""
-    child = fork_child(writes_a_part_after_it, keep=(), group=True)
+    child = fork_child(writes_a_part_after_it, keep=())
     outcome = child.wait(PATIENCE_S)
     child.kill()
     assert outcome is not None

@@ -80,8 +80,7 @@ def test_f2_f29_killed_rank_leaves_no_orphan_and_the_job_restarts_on_its_port(
         faults=[pause_shards(2, paused)],
         exit_timeout_s=1.0,
     )
-    workers = [paused.arrival(job), paused.arrival(job)]
-    writing = [w["pid"] for w in workers] + [w["ppid"] for w in workers]
+    writing = [paused.arrival(job)["pid"], paused.arrival(job)["pid"]]
     for pid in writing:
         assert strange_descriptors(pid, root, job) == {}, "a writer holds what is not its own"
     assert listeners_of(job.port) == [job.pids[0]]

@@ -329,8 +329,8 @@ MUTANTS = (
     ),
     mutant(
         "a-fork-sees-later-changes-of-shared-memory",
-        "writers.write_engine:WriteEngine._forked",
-        "[r for r in ranges if is_in_segment(r.address)]",
+        "writers.rank_writer:launch_forked",
+        "[each for each in ranges_of(job.memory) if is_in_segment(each.address)]",
         "[]",
         breaks="I5",
         source="order",
@@ -343,15 +343,6 @@ MUTANTS = (
         breaks="I5",
         source="order",
         why="the trainer of an eager save changes its state at once",
-    ),
-    mutant(
-        "a-forked-writer-shares-memory-with-its-trainer",
-        "megatron.torch_dist:to_host",
-        "(forked and is_in_segment(value.data_ptr()))",
-        "False",
-        breaks="I5",
-        source="order",
-        why="its files have the values of a later step",
     ),
     mutant(
         "a-writer-begins-again-behind-an-open-gate",

@@ -39,8 +39,8 @@ def ended(child: Child) -> Outcome:
     return outcome
 
 
-def run(job, *, keep=(), group=True) -> Outcome:
-    return ended(fork_child(job, keep=keep, group=group))
+def run(job, *, keep=()) -> Outcome:
+    return ended(fork_child(job, keep=keep))
 
 
 def wait_for_eof(descriptor: int) -> bytes:
@@ -54,11 +54,10 @@ def wait_for_eof(descriptor: int) -> bytes:
     raise AssertionError("somebody still holds the other end")
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_a_result_comes_back(group: bool):
+def test_a_result_comes_back():
     """Catches: a payload that is lost, cut off at the size of a pipe, or delayed for ever."""
     large = {"rows": [("key", index, b"x" * 100) for index in range(20_000)]}
-    outcome = run(lambda: large, group=group)
+    outcome = run(lambda: large)
     assert outcome.succeeded and outcome.payload == large and outcome.exitcode == 0
 
 
@@ -112,9 +111,9 @@ def test_I10_an_error_before_the_first_byte_is_told(monkeypatch: pytest.MonkeyPa
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        processes._run_child(int, (read_end, write_end), (), True, os.getppid())
+        processes._run_child(int, (read_end, write_end), (), os.getppid())
     os.close(write_end)
-    assert ended(Child(pid, read_end, group=True)).error == ChildError("KeyboardInterrupt: ")
+    assert ended(Child(pid, read_end)).error == ChildError("KeyboardInterrupt: ")
 
 
 def in_few_descriptors(job, free: int) -> str:
@@ -144,8 +143,7 @@ def in_few_descriptors(job, free: int) -> str:
     return said
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_a_descriptor_above_the_limit_is_let_go_of(group: bool):
+def test_a_descriptor_above_the_limit_is_let_go_of():
     """Catches: every save failing without a cause, for a descriptor that a launcher opened before it
     lowered the limit, or a child that keeps it."""
 
@@ -155,7 +153,7 @@ def test_a_descriptor_above_the_limit_is_let_go_of(group: bool):
         return "written"
 
     def trainer() -> str:
-        return str(run(job, group=group).payload)
+        return str(run(job).payload)
 
     number = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 1000)
     try:
@@ -241,7 +239,7 @@ class Odd(Exception):
 
 def test_I10_a_result_that_cannot_be_read_is_a_failure():
     """Catches: an error out of ``poll``, between two exchanges, while the other ranks wait."""
-    child = fork_child(lambda: Odd(1, 2), keep=(), group=True)
+    child = fork_child(lambda: Odd(1, 2), keep=())
     outcome = child.wait(30)
     assert outcome is not None and not outcome.succeeded and outcome.exitcode == 0
     assert "its result cannot be read: TypeError" in outcome.explain()
@@ -256,7 +254,7 @@ def test_a_truncated_payload_is_no_result():
         os._exit(0)
     os.write(write_end, b"\0\x01" + (1000).to_bytes(8, "big") + b"half")
     os.close(write_end)
-    outcome = ended(Child(pid, read_end, group=False))
+    outcome = ended(Child(pid, read_end))
     assert outcome == Outcome(0) and not outcome.succeeded
 
 
@@ -275,7 +273,7 @@ def test_a_signal_without_a_name():
 def test_poll_never_blocks_and_wait_is_bounded(tmp_path: Path):
     """I10. Catches: a training step that waits for a writer."""
     gate = FifoGate(tmp_path / "gate")
-    child = fork_child(gate.hold, keep=(), group=True)
+    child = fork_child(gate.hold, keep=())
     assert child.poll() is None
     assert child.wait(0.01) is None
     gate.open()
@@ -297,7 +295,7 @@ def test_F1_kill_takes_the_grandchildren_too(tmp_path: Path):
                 os._exit(0)
         gate.hold()
 
-    child = fork_child(job, keep=(write_end,), group=True)
+    child = fork_child(job, keep=(write_end,))
     os.close(write_end)
     seen = b""
     while len(seen) < 2:
@@ -321,7 +319,7 @@ def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
         os.write(write_end, b"%d\n" % worker)
         gate.hold()
 
-    child = fork_child(job, keep=(write_end,), group=True)
+    child = fork_child(job, keep=(write_end,))
     os.close(write_end)
     with os.fdopen(read_end) as told:
         worker = told.readline().strip()
@@ -343,7 +341,7 @@ def end_in_the_fork():
     if len(forks) <= bad:
         os.kill(os.getpid(), signal.SIGKILL)
 os.register_at_fork(before=lambda: forks.append(1), after_in_child=end_in_the_fork)
-child = processes.fork_child(lambda: "written", keep=(), group=True)
+child = processes.fork_child(lambda: "written", keep=())
 assert set(processes.children_of(os.getpid())) <= {child.pid}, "one that hung is left"
 outcome = child.wait(patience_s)
 print(outcome.payload or outcome.explain() if outcome else f"hangs: {child.began} {child.kill()}")
@@ -400,7 +398,7 @@ def test_a_child_that_died_is_not_waited_for_where_another_holds_its_pipe():
     if pid == 0:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    child = Child(pid, read_end, group=False)
+    child = Child(pid, read_end)
     assert child.begins(0.0) is True
     assert child.poll() == Outcome(0)
     os.close(inherited)
@@ -412,19 +410,9 @@ def test_a_child_that_cannot_be_killed_is_not_forked_anew(monkeypatch: pytest.Mo
     monkeypatch.setattr(Child, "begins", lambda child, timeout_s: False)
     monkeypatch.setattr(Child, "kill", lambda child: False)
     before = set(children_of(os.getpid()))
-    child = fork_child(threading.Event().wait, keep=(), group=True)
+    child = fork_child(threading.Event().wait, keep=())
     assert set(children_of(os.getpid())) - before == {child.pid}
     assert child.poll() is None and kill(child) is True
-
-
-def test_a_worker_of_a_child_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    """Catches: a warning to the trainer's log handlers, whose locks may be held, in a writer."""
-
-    def refused(child: Child, timeout_s: float) -> bool:
-        raise AssertionError("waited for")
-
-    monkeypatch.setattr(Child, "begins", refused)
-    assert run(lambda: "written", group=False).payload == "written"
 
 
 def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.MonkeyPatch):
@@ -436,14 +424,14 @@ def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.Monke
     before = set(children_of(os.getpid()))
     monkeypatch.setattr(Child, "begins", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        fork_child(threading.Event().wait, keep=(), group=True)
+        fork_child(threading.Event().wait, keep=())
     assert set(children_of(os.getpid())) <= before
 
 
 def test_a_thread_that_ended_hides_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Catches: the watch over a writer's workers, ended by a thread that ended while it looked."""
     gate = FifoGate(tmp_path / "gate")
-    child = fork_child(gate.hold, keep=(), group=True)
+    child = fork_child(gate.hold, keep=())
     ended_thread = threading.Thread(target=int)
     ended_thread.start()
     ended_thread.join()
@@ -469,7 +457,7 @@ def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
             os._exit(0)
         return "done"
 
-    child = fork_child(job, keep=(write_end,), group=True)
+    child = fork_child(job, keep=(write_end,))
     os.close(write_end)
     assert ended(child).payload == "done"
     assert wait_for_eof(read_end) == b""
@@ -488,7 +476,7 @@ def job():
         os.kill(os.getpid(), signal.SIGSTOP)
     threading.Event().wait(60)
 def trainer():
-    fork_child(job, keep=(alive,), group=True)
+    fork_child(job, keep=(alive,))
     threading.Event().wait(60)
 if sys.argv[1] == "main":
     trainer()
@@ -542,7 +530,7 @@ def test_F29_a_child_whose_trainer_died_before_it_could_ask_ends(monkeypatch: py
     trainer = os.fork()
     if trainer == 0:
         monkeypatch.setattr(processes, "_ask_kernel", partial(ask_too_late, os.getpid()))
-        fork_child(partial(os.write, write_end, b"it writes"), keep=(write_end,), group=True)
+        fork_child(partial(os.write, write_end, b"it writes"), keep=(write_end,))
         os._exit(0)
     os.close(write_end)
     os.waitpid(trainer, 0)
@@ -561,7 +549,7 @@ def test_F29_a_child_outlives_the_thread_that_forked_it(tmp_path: Path):
         gate.hold()
 
     def fork() -> None:
-        made.append(fork_child(job, keep=(write_end,), group=True))
+        made.append(fork_child(job, keep=(write_end,)))
         os.write(write_end, os.read(read_end, 1))  # it has begun: only now may this thread end
         native.append(threading.get_native_id())
 
@@ -593,7 +581,7 @@ def test_F29_a_child_does_not_hold_a_listening_socket(tmp_path: Path):
         gate.hold()
         return held()
 
-    child = fork_child(job, keep=(write_end,), group=True)
+    child = fork_child(job, keep=(write_end,))
     assert select.select([read_end], [], [], WAIT_S)[0], "the child did not begin"
     os.close(write_end)
     os.close(read_end)
@@ -646,7 +634,7 @@ def test_SIGCHLD_ignored_is_a_failure_not_a_success():
 
 def test_other_code_reaped_the_child(tmp_path: Path):
     """Catches: the same, where a trainer's ``waitpid(-1)`` was faster."""
-    child = fork_child(lambda: "written", keep=(), group=True)
+    child = fork_child(lambda: "written", keep=())
     os.waitpid(child.pid, 0)
     outcome = ended(child)
     assert outcome.exitcode is None and not outcome.succeeded
@@ -663,13 +651,13 @@ def test_only_a_group_that_is_certainly_ours_is_killed(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "killpg", killpg)
     assert run(lambda: "written").succeeded
     assert killed == ["Z"], "before it is reaped, for workers that it left"
-    child = fork_child(lambda: "written", keep=(), group=True)
+    child = fork_child(lambda: "written", keep=())
     os.waitpid(child.pid, 0)
     assert child.kill() is True
     assert killed == ["Z", "none"], (
         "nobody has the number: it is a group's of its workers, or nobody's"
     )
-    child = fork_child(lambda: "written", keep=(), group=True)
+    child = fork_child(lambda: "written", keep=())
     os.waitpid(child.pid, 0)
     child.pid = os.getppid()  # as if it were a stranger's by now
     assert child.kill() is True and killed == ["Z", "none"]
@@ -693,11 +681,8 @@ def test_the_trainers_signal_handlers_do_not_run_in_a_child():
 
 def test_a_child_in_a_new_group():
     """Catches: a Ctrl-C at the terminal that kills the writer with the trainer's group."""
-    assert run(lambda: (os.getpgid(0), os.getpid()), group=True).payload is not None
-    group, pid = run(lambda: (os.getpgid(0), os.getpid()), group=True).payload
+    group, pid = run(lambda: (os.getpgid(0), os.getpid())).payload
     assert group == pid
-    group, pid = run(lambda: (os.getpgid(0), os.getpid()), group=False).payload
-    assert group == os.getpgid(0) != pid
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -716,8 +701,8 @@ def test_no_zombie_and_no_descriptor_is_left():
     """Catches: a job that runs out of descriptors or processes after a thousand saves."""
     run(lambda: None)
     before = set(os.listdir("/proc/self/fd"))
-    children = [fork_child(lambda: None, keep=(), group=True) for _ in range(5)]
-    children.append(fork_child(lambda: os._exit(3), keep=(), group=True))
+    children = [fork_child(lambda: None, keep=()) for _ in range(5)]
+    children.append(fork_child(lambda: os._exit(3), keep=()))
     for child in children:
         ended(child)
     assert set(os.listdir("/proc/self/fd")) == before
@@ -730,7 +715,7 @@ def test_a_child_never_returns_into_its_parents_frames():
     read_end, write_end = os.pipe()
     os.set_inheritable(write_end, True)
     try:
-        child = fork_child(lambda: sys.exit("bye"), keep=(write_end,), group=True)
+        child = fork_child(lambda: sys.exit("bye"), keep=(write_end,))
         assert not ended(child).succeeded
     finally:
         os.write(write_end, b"%d" % os.getpid())

@@ -97,7 +97,7 @@ def test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten(tmp_path: Path)
     def launch(storage: Storage, job: RankJob) -> Child:
         if children:
             return launch_forked(storage, job)
-        children.append(fork_child(threading.Event().wait, keep=(), group=True))
+        children.append(fork_child(threading.Event().wait, keep=()))
         signal.raise_signal(signal.SIGINT)
         return children[0]
 

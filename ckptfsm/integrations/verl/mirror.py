@@ -336,7 +336,7 @@ class Upload:
         return len(files)
 
     def start(self) -> Child:
-        return fork_child(self, keep=(), group=True)
+        return fork_child(self, keep=())
 
 
 def manifest_of(root: str, step: int) -> Manifest | None:

@@ -297,7 +297,7 @@ os.register_at_fork(before=strike, after_in_parent=strike)
 child = None
 try:
     with PosixDeferredSignals():
-        child = fork_child(lambda: "written", keep=(), group=True)
+        child = fork_child(lambda: "written", keep=())
 except KeyboardInterrupt:
     print("interrupted,", child.wait(20).payload)
 """

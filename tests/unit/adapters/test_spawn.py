@@ -292,7 +292,7 @@ def noisy():
         except OSError:
             pass
     return "written"
-os._exit(0 if heard == ["here"] and fork_child(noisy, keep=(), group=True).wait().succeeded else 1)
+os._exit(0 if heard == ["here"] and fork_child(noisy, keep=()).wait().succeeded else 1)
 """
 
 
@@ -386,5 +386,5 @@ def test_a_process_of_the_user_that_the_trainer_was_ends_with_its_socket(echo):
         os.setresuid(54321, 54321, 54321)
         return before, process.is_of_this_user, process.kill(WAIT_S)
 
-    child = fork_child(trainer, keep=(), group=True)
+    child = fork_child(trainer, keep=())
     assert child.wait(WAIT_S).payload == (True, False, True)

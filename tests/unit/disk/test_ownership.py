@@ -53,7 +53,7 @@ def test_this_process_is_told_from_an_earlier_one_with_its_pid():
     first, second = this_process(), this_process()
     assert (first.host, first.pid) == (socket.gethostname(), os.getpid())
     assert first.started == second.started and first.nonce != second.nonce
-    child = fork_child(this_process, keep=(), group=True).wait(WAIT_S).payload
+    child = fork_child(this_process, keep=()).wait(WAIT_S).payload
     assert child.pid != first.pid and child.nonce != first.nonce
 
 
@@ -511,7 +511,7 @@ def try_open(root: Path) -> tuple[str, int]:
 
 def asked_elsewhere(root: Path) -> tuple[str, int]:
     """The findings of another process."""
-    return fork_child(lambda: try_open(root), keep=(), group=True).wait(WAIT_S).payload
+    return fork_child(lambda: try_open(root), keep=()).wait(WAIT_S).payload
 
 
 def owner(root: Path, gate: FifoGate) -> Child:
@@ -524,7 +524,7 @@ def owner(root: Path, gate: FifoGate) -> Child:
         gate.hold()
         lease.release()
 
-    child = fork_child(job, keep=(write_end,), group=True)
+    child = fork_child(job, keep=(write_end,))
     os.close(write_end)
     assert os.read(read_end, 1) == b".", "the owner did not get the root"
     os.close(read_end)
@@ -554,7 +554,7 @@ def test_F29_a_forked_child_holds_nothing(tmp_path: Path):
     root, gate = tmp_path / "root", FifoGate(tmp_path / "gate")
     storage = PosixStorage(root)
     lease = open_root(storage, this_process())
-    writer = fork_child(gate.hold, keep=storage.descriptors(), group=True)
+    writer = fork_child(gate.hold, keep=storage.descriptors())
     assert asked_elsewhere(root) == ("busy", os.getpid())
     lease.drop()  # as our death would; the writer lives on
     assert writer.poll() is None
@@ -568,7 +568,7 @@ def test_F29_a_child_that_closes_everything_does_not_drop_its_parents_lock(tmp_p
     """Catches: a record lock lost because a forked child closed its copy of the file."""
     root = tmp_path / "root"
     lease = open_root(PosixStorage(root), this_process())
-    assert fork_child(lambda: None, keep=(), group=True).wait(WAIT_S).succeeded
+    assert fork_child(lambda: None, keep=()).wait(WAIT_S).succeeded
     assert asked_elsewhere(root) == ("busy", os.getpid())
     lease.release()
 

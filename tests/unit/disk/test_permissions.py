@@ -63,7 +63,7 @@ def as_user(group: int, call: Callable[[], Any]) -> Any:
         except Exception as error:
             return error
 
-    return fork_child(become_and_call, keep=(), group=True).wait(WAIT_S).payload
+    return fork_child(become_and_call, keep=()).wait(WAIT_S).payload
 
 
 def commanded(*arguments: str) -> tuple[int, str]:
@@ -192,6 +192,6 @@ def test_F12_an_owner_that_cannot_be_looked_at_is_not_dead(place: Path, hidden: 
 def test_F29_a_killed_owner_of_another_user_leaves_the_root_free(place: Path):
     """Catches: an owner that cannot be looked at, taken for living although its process ended."""
     root = real_root(place / "root", 10)
-    fork_child(lambda: started(root), keep=(), group=True).wait(WAIT_S)
+    fork_child(lambda: started(root), keep=()).wait(WAIT_S)
     assert as_user(GROUP, lambda: seen(root)) is Ownership.ENDED
     assert as_user(GROUP, lambda: started(root)) is None

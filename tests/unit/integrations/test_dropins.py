@@ -503,7 +503,7 @@ def outcome_of(root: Path, rank: int, write: Callable[..., None], bucket: Any) -
     part = ForeignPart("state", "", rank, stage_request("state", request))
     storage = PosixStorage(root, create=True)
     work = partial(written_names, part, storage, STAGED)
-    outcome = fork_child(work, keep=storage.descriptors(), group=True).wait(PATIENCE_S)
+    outcome = fork_child(work, keep=storage.descriptors()).wait(PATIENCE_S)
     storage.close_root()
     assert outcome is not None
     return outcome

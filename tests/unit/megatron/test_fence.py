@@ -36,7 +36,7 @@ def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Pa
                 raise AssertionError("an old writer changed what is another's")
         (directory / "second").open("ab").close()
 
-    child = fork_child(write, keep=storage.descriptors(), group=True)
+    child = fork_child(write, keep=storage.descriptors())
     held = gate.reached()
     directory.rename(tmp_path / "aside")
     begin(directory, 2)

@@ -100,14 +100,14 @@ def test_the_memory_outlives_its_segment():
     assert not is_in_segment(address)
 
 
-def test_a_fork_gets_a_copy():
-    """Catches: a forked writer, or a foreign request, that sees later changes."""
+def test_a_foreign_request_gets_a_copy():
+    """Catches: a request that sees later changes; a save that copies what the launch knows of."""
     tensor = torch.randn(LARGE)
     share([tensor])
-    for copy in (to_host(tensor), _private(tensor)):
-        assert copy.data_ptr() != tensor.data_ptr()
-        assert torch.equal(copy, tensor)
-    assert to_host(tensor, forked=False).data_ptr() == tensor.data_ptr()
+    copy = _private(tensor)
+    assert copy.data_ptr() != tensor.data_ptr()
+    assert torch.equal(copy, tensor)
+    assert to_host(tensor).data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("kind", [CheckpointManager, GroupWorker])

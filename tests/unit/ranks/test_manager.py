@@ -1445,7 +1445,7 @@ from ckptfsm.ranks.manager import Manager
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.testing.fakes import fake_ports
 def hang(storage, job):
-    return fork_child(threading.Event().wait, keep=(), group=True)
+    return fork_child(threading.Event().wait, keep=())
 def train():
     manager = Manager(fake_ports(sys.argv[1], launch=hang), make_config({"exit_timeout_s": 0.1}))
     manager.save(10, parts={"x": b"data"})
@@ -1954,7 +1954,7 @@ def crash_at_rename_to(run: Run, name: str) -> None:
         manager = Manager(ports, make_config(QUICK))
         manager.save(1, weights(1)).wait()
 
-    assert fork_child(job, keep=(), group=True).wait(30).exitcode == 7
+    assert fork_child(job, keep=()).wait(30).exitcode == 7
 
 
 @pytest.mark.parametrize("name", [TRACKER, "iter_0000001"])
@@ -1977,7 +1977,7 @@ def test_F33_a_crash_in_the_very_first_save_begins_at_zero(run: Run):
         manager.save(1, weights(1))
         os._exit(7)
 
-    assert fork_child(job, keep=(), group=True).wait(30).exitcode == 7
+    assert fork_child(job, keep=()).wait(30).exitcode == 7
     manager = run.open()
     assert manager.restore(TEMPLATE) is None
     assert list((run.root / ".ckptfsm/staging").iterdir()) == []
@@ -2008,7 +2008,7 @@ def test_F12_a_second_process_is_refused(run: Run):
             return error.kind, error.pid
         return "opened", 0
 
-    assert fork_child(other, keep=(), group=True).wait(30).payload == ("root_busy", mine)
+    assert fork_child(other, keep=()).wait(30).payload == ("root_busy", mine)
 
 
 def test_F12_a_takeover_fences_the_first(run: Run):

@@ -15,7 +15,7 @@ from refused_reads import refuse_reads
 
 from ckptfsm.adapters import segments
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.shared_count import counted, for_worker
+from ckptfsm.adapters.shared_count import counted
 from ckptfsm.core.images import Literal, Memory, image_of
 from ckptfsm.core.layout import staging_dir
 from ckptfsm.core.parts import AttemptId
@@ -28,7 +28,6 @@ from ckptfsm.testing.simfs import SimDisk, SimStorage
 from ckptfsm.testing.writers import PlainCount, SimWriters
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import FilePart, launch_forked, write_rank
-from ckptfsm.writers.shard_file import ShardFile
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 
 OF = AttemptId(5, 1, 1)
@@ -211,21 +210,3 @@ def test_a_short_write_counts_what_was_taken():
         storage.pwrite(handle, bytes(8192)[offset:], offset)
     storage.close(handle)
     assert count.value == 5000
-
-
-def test_workers_of_a_writer_count_into_cells_of_their_own():
-    """Catches: two processes that add to one number, of which one loses its bytes."""
-    cells: list[int] = []
-
-    class Cells(PlainCount):
-        def adder(self, number: int = 0):
-            cells.append(number)
-            return super().adder(number)
-
-    count, plain = Cells(), SimStorage(SimDisk(), "writer")
-    storage = counted(plain, count)
-    ShardFile(for_worker(storage, 2), "a").write(b"four")
-    ShardFile(storage, "b").write(b"word")
-    assert (cells, count.value) == ([0, 3], 8)
-    assert for_worker(plain, 2) is plain
-    assert counted(plain, None) is plain
