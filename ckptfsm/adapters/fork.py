@@ -46,7 +46,7 @@ _READ_BYTES = 1 << 16
 
 
 class Child:
-    """A forked child, seen from its parent."""
+    """A forked child, seen from its parent. See ``ports.WriterProcess``."""
 
     def __init__(self, pid: int, pipe: int, count: SharedCount | None = None) -> None:
         self.pid = pid
@@ -100,21 +100,17 @@ class Child:
         return outcome
 
     def kill(self, timeout_s: float = _KILL_WAIT_S) -> bool:
-        """Kill the child and its whole group. True once it is certainly gone."""
         if self.poll() is not None:
             return True
         if not self._is_ours():
             return False
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
-            os.killpg(self.pid, signal.SIGKILL)
+        self._kill_group()
         return self.wait(timeout_s) is not None
 
     def whereabouts(self) -> str:
-        """Pid, state and kernel function of the child and its workers, see ``ports.WriterProcess``."""
         return ", ".join(stand(pid) for pid in [self.pid, *children_of(self.pid)])
 
     def written_bytes(self) -> int:
-        """The count of the child and its workers, see ``ports.WriterProcess``."""
         return 0 if self._count is None else self._count.value
 
     def _is_ours(self) -> bool:
@@ -140,9 +136,8 @@ class Child:
             self._kill_group()  # before its number is free for another process
             return (os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]),)
         except ChildProcessError:
-            if not Path(
-                f"/proc/{self.pid}"
-            ).exists():  # no number is used again while it is a group's
+            # No number is used again while it is a group's.
+            if not Path(f"/proc/{self.pid}").exists():
                 self._kill_group()
             return (None,)
 
@@ -154,8 +149,8 @@ class Child:
         self._data.clear()
 
     def _kill_group(self) -> None:
-        """Kill the child's group: workers that outlived their writer must not write on."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        """Kill the child, and workers that outlived it: they must not write on."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
             os.killpg(self.pid, signal.SIGKILL)
 
 
@@ -305,17 +300,19 @@ def _run_child(
             _let_go_of_all_but({0, 1, 2, pipe[1], *keep})
             frame, ending = _frame(_RESULT, job()), 0
         except BaseException as error:  # the parent must hear of every error
-            cause = first_os_error(error)
-            words = describe(cause) if cause else ""
-            told = ChildError(describe(error), words, getattr(error, "kind", ""))
-            frame, ending = (
-                _RUNS + _frame(_ERROR, told),
-                1,
-            )  # the first byte may be unsent
+            told = told_of(error)
+            frame, ending = _RUNS + _frame(_ERROR, told), 1  # the first byte may be unsent
         _send(pipe[1], frame)
         code = ending
     finally:
         os._exit(code)
+
+
+def told_of(error: BaseException) -> ChildError:
+    """An error as a writer tells it to its trainer."""
+    cause = first_os_error(error)
+    words = describe(cause) if cause else ""
+    return ChildError(describe(error), words, getattr(error, "kind", ""))
 
 
 def _die_with(parent: int) -> None:

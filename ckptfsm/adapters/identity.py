@@ -12,16 +12,12 @@ from ckptfsm.core.ports import Identity
 
 def this_process() -> Identity:
     """The running process: its start time distinguishes it from an earlier one with the same pid."""
-    nonce = uuid.uuid4().hex
-    return Identity(socket.gethostname(), os.getpid(), _started("self"), nonce, _namespace())
-
-
-def _namespace() -> str:
-    """The number of the pid namespace; "" if the kernel does not tell."""
     try:
-        return str(Path("/proc/self/ns/pid").stat().st_ino)
-    except OSError:
-        return ""
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:  # the kernel does not tell
+        namespace = ""
+    started, nonce = _started("self"), uuid.uuid4().hex
+    return Identity(socket.gethostname(), os.getpid(), started, nonce, namespace)
 
 
 def is_stopped(pid: int) -> bool:

@@ -266,7 +266,7 @@ class Spawned:
         self._process.resume()
 
     def whereabouts(self) -> str:
-        """Its pid, state and kernel function, for people."""
+        """See ``stand``."""
         return stand(self.pid)
 
     def close(self) -> None:
@@ -342,15 +342,10 @@ def be_considerate(nice: int) -> str:
             os.nice(nice)
         except OSError as error:  # a seccomp profile: it is a help, and no need
             refused = describe(error)
-        _be_nice_as_session(nice)
+        if os.getsid(0) == os.getpid():  # all others in the session are its children
+            with contextlib.suppress(OSError):  # no such kernel, or the weight was changed just now
+                _AUTOGROUP.write_text(str(nice))
         number = _SYS_IOPRIO_SET.get(os.uname().machine)
         if number is not None:  # a container may forbid it: the disk is then shared evenly
             _LIBC.syscall(number, 1, 0, _IOPRIO_BEST_EFFORT | 7)
     return refused
-
-
-def _be_nice_as_session(nice: int) -> None:
-    """Set the weight of the session, if this process leads it: all others in it are its children."""
-    if os.getsid(0) == os.getpid():
-        with contextlib.suppress(OSError):  # no such kernel, or the weight was changed just now
-            _AUTOGROUP.write_text(str(nice))

@@ -150,15 +150,10 @@ class Holes(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def read(self, size: int = -1) -> bytes:
-        size = self.size - self._position if size < 0 else min(size, self.size - self._position)
-        found = self.at(self._position, size)
-        self._position += size
-        return found
-
     def readinto(self, buffer: Any) -> int:
-        found = self.read(len(buffer))
+        found = self.at(self._position, min(len(buffer), self.size - self._position))
         buffer[: len(found)] = found
+        self._position += len(found)
         return len(found)
 
     def at(self, start: int, size: int) -> bytes:

@@ -190,13 +190,17 @@ class DeviceCopies:
     def begin(self, values: Iterable[Any]) -> StateCopy | None:
         """The copy of a save with these values; None if the host is to copy, or nothing is to be."""
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        device = self._device = self._device or self._device_of(tensors)
+        if self._device is None:
+            found = map(self._find, tensors)
+            self._device = next((each for each in found if each is not None), None)
+        device = self._device
         if self._off or device is None:
             return None
         needed = sum(_room(each) for each in tensors if _is_copied_by(device, each))
         if not needed:
             return None
-        if self._is_read() or not self._is_filled():
+        # While a writer may read the arena, its ``StateCopy`` lives.
+        if (self._last is not None and self._last() is not None) or not self._is_filled():
             said = "the state is copied while the trainer waits: the last copy is still in use"
             say(log.info, "pinned_memory_in_use", said)
             return None
@@ -211,10 +215,6 @@ class DeviceCopies:
         """Note the end of the last copies into the arena."""
         self._event = event
 
-    def _is_read(self) -> bool:
-        """True while a writer may read the arena."""
-        return self._last is not None and self._last() is not None
-
     def _is_filled(self) -> bool:
         """True if no copy into the arena is under way."""
         try:
@@ -225,10 +225,6 @@ class DeviceCopies:
             say(log.warning, "device_failed", said, error=describe(error))
         self._event = None
         return True
-
-    def _device_of(self, tensors: Sequence[torch.Tensor]) -> Device | None:
-        found = map(self._find, tensors)
-        return next((device for device in found if device is not None), None)
 
     def _arena_of(self, device: Device, needed: int) -> PinnedArena | None:
         """An arena with room for ``needed`` bytes; None, and never one again, if there is no memory."""

@@ -230,8 +230,10 @@ class MegatronDriver:
             return self._merged[1]
         ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         with process_group():
-            names = dict.fromkeys(name for rank in ranks for name in rank)
-            merged = {name: merge_part(name, _same_part(ranks, name)) for name in names}
+            merged = {}
+            for name in dict.fromkeys(name for rank in ranks for name in rank):
+                having = {rank: parts[name] for rank, parts in enumerate(ranks) if name in parts}
+                merged[name] = merge_part(name, having)
         self._merged = (digests, merged)
         return merged
 
@@ -357,7 +359,3 @@ def _spec_of(name: str, value: Any, count: int) -> PartSpec:
         "PerRank or a ForeignRequest",
         part=name,
     )
-
-
-def _same_part(ranks: Sequence[Mapping[str, PartSummary]], name: str) -> dict[int, PartSummary]:
-    return {rank: parts[name] for rank, parts in enumerate(ranks) if name in parts}

@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ class FastLoad:
     ) -> None:
         self._storage, self._location = storage, location
         self._entries = list(targets)
-        self._targets = [sorted(targets[entry], key=_start_of) for entry in self._entries]
+        self._targets = [sorted(targets[e], key=attrgetter("start")) for e in self._entries]
         self._stopped = threading.Event()
         self._waiting: list[list[Target]] = []
         self.files = frozenset(entry.name for entry in self._entries)
@@ -170,11 +171,6 @@ class FastLoad:
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 _NOWHERE = ""
 
-
-def _start_of(target: Target) -> int:
-    return target.start
-
-
 # -------------------------------------------------------------------------------------- planning
 
 
@@ -203,7 +199,11 @@ def plan_fast_load(
             if blob is None or blob.size != length or not 0 <= start <= entry.bytes - length:
                 continue
             targets[entry].append(_target_of(shard, blob, start))
-    worth = {e: found for e, found in targets.items() if _is_worth_it(e, found)}
+    worth = {}
+    for entry, found_in in targets.items():
+        wanted = {target.start: len(target.bytes) for target in found_in}
+        if sum(wanted.values()) >= _WORTH_IT * entry.bytes:
+            worth[entry] = found_in
     return FastLoad(storage, location, worth) if worth else None
 
 
@@ -312,11 +312,6 @@ def _target_of(shard: ShardedTensor, blob: Blob, start: int) -> Target:
     with torch.inference_mode(False):  # the thread that fills it is not in the caller's mode
         flat = shard.data.detach().reshape(-1).view(torch.uint8)
     return Target(filled_of(shard), flat, blob, start)
-
-
-def _is_worth_it(entry: FileEntry, targets: Sequence[Target]) -> bool:
-    places = {target.start: len(target.bytes) for target in targets}
-    return sum(places.values()) >= _WORTH_IT * entry.bytes
 
 
 # --------------------------------------------------------------------------------- stock's load

@@ -19,12 +19,13 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import popen_fork
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
@@ -203,8 +204,8 @@ class StagedRequest:
         """The child has its copy of the data now, except pinned memory, which it may share with
         this process.
         """
-        pinned = torch.cuda.is_initialized()
-        self.arguments = [a for a in tree_leaves(self.arguments) if pinned and _is_pinned(a)]
+        left = tree_leaves(self.arguments) if torch.cuda.is_initialized() else []
+        self.arguments = [each for each in left if _in_host_memory(each) and each.is_pinned()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,12 @@ class ForeignPart(PartJob):
         if self.rank == 0 and _has_common(results):
             self._refuse_older_common(storage, location)
         elif self.rank == 0:
-            self._require_common(storage, location)
+            place = join(location, self.directory)
+            if COMMON not in list_names(storage, place):
+                raise SaveFailed(
+                    f"there is no {COMMON} in {place}, and no {COMMON_KEY} in what was written: make "
+                    f"the request of {self.name!r} anew, for that directory"
+                )
             names.add(COMMON)
         entries = (self._entry(storage, location, n, ends.get(n, 0)) for n in sorted(names))
         return Written(tuple(entries), (), payload)
@@ -267,14 +273,6 @@ class ForeignPart(PartJob):
                 f"what this one has in its shards ({COMMON_KEY}): remove it, then save again",
                 file=join(place, COMMON),
                 reason="older_common",
-            )
-
-    def _require_common(self, storage: Storage, location: str) -> None:
-        place = join(location, self.directory)
-        if COMMON not in list_names(storage, place):
-            raise SaveFailed(
-                f"there is no {COMMON} in {place}, and no {COMMON_KEY} in what was written: make the "
-                f"request of {self.name!r} anew, for that directory"
             )
 
     def _entry(self, storage: Storage, location: str, name: str, written: int) -> FileEntry:
@@ -351,17 +349,6 @@ def stage_request(name: str, request: Any) -> StagedRequest:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TakenRequest:
-    """A request with its tensors in host memory."""
-
-    async_fn: Callable[..., None] | None
-    async_fn_args: Sequence[Any]
-    async_fn_kwargs: Mapping[str, Any]
-    finalize_fns: Sequence[Callable[[], None]]
-    preload_fn: Callable[[], Any] | None = None
-
-
 def taken_now(request: Any) -> Any:
     """The same request with its tensors copied: the next request may be staged into the same
     memory.
@@ -373,9 +360,13 @@ def taken_now(request: Any) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also torch's
-        return TakenRequest(None, (), {}, (), partial(_raise, error))
-    keywords = getattr(request, "async_fn_kwargs", None) or {}
-    return TakenRequest(request.async_fn, arguments, keywords, request.finalize_fns)
+        return SimpleNamespace(async_fn=None, async_fn_args=(), preload_fn=partial(_raise, error))
+    return SimpleNamespace(
+        async_fn=request.async_fn,
+        async_fn_args=arguments,
+        async_fn_kwargs=getattr(request, "async_fn_kwargs", None),
+        finalize_fns=request.finalize_fns,
+    )
 
 
 def _raise(error: BaseException) -> None:
@@ -403,19 +394,12 @@ def _private(value: Any) -> Any:
 
     A change by the trainer would reach an already forked writer through shared memory.
     """
-    return value.detach().clone() if _is_shared(value) or _is_in_segment(value) else value
+    in_segment = _in_host_memory(value) and is_in_segment(value.data_ptr())
+    return value.detach().clone() if in_segment or _is_shared(value) else value
 
 
 def _is_shared(value: Any) -> bool:
     return _in_host_memory(value) and bool(value.is_shared())
-
-
-def _is_in_segment(value: Any) -> bool:
-    return _in_host_memory(value) and is_in_segment(value.data_ptr())
-
-
-def _is_pinned(value: Any) -> bool:
-    return _in_host_memory(value) and bool(value.is_pinned())
 
 
 def _in_host_memory(value: Any) -> bool:
@@ -548,7 +532,7 @@ def _judging_poll(worker: popen_fork.Popen, flag: int = os.WNOHANG) -> int | Non
 
 def _watch_workers(over: threading.Event) -> None:
     while not over.wait(_WATCH_S):
-        if any(_ended_badly(pid) for pid in children_of(os.getpid())):
+        if any(map(_ended_badly, children_of(os.getpid()))):
             os._exit(_WORKER_DIED)
 
 

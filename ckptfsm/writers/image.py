@@ -203,13 +203,10 @@ class ImagePart(PartJob):
     owner: object = None
     copying: Copying | None = None
     _source: ChunkSource | None = None
+    portable = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImagePart, (self.name, self.directory, self.images, self.rows, self.made)
-
-    @property
-    def portable(self) -> bool:
-        return True
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ class TreePart(PartJob):
     skip: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
     emptied: str = ""
+    portable, files = True, ()  # the trainer made them
 
     def write(self, storage: Storage, location: str) -> Written:
         files = []
@@ -74,14 +75,6 @@ class TreePart(PartJob):
         if self.emptied:
             remove_empty(storage, join(location, self.emptied))
         return Written(tuple(files))
-
-    @property
-    def portable(self) -> bool:
-        return True
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return ()  # the trainer made them
 
     def _found(self, storage: Storage, location: str) -> Iterator[tuple[str, FileStat]]:
         directory = join(location, self.directory)
@@ -100,17 +93,10 @@ class UnmadePart(PartJob):
     name: str
     directory: str
     why: str
+    portable, files = True, ()
 
     def write(self, storage: Storage, location: str) -> Written:
         raise SaveFailed(self.why)
-
-    @property
-    def portable(self) -> bool:
-        return True
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return ()
 
 
 def planned_bytes(parts: Iterable[PartJob]) -> int | None:
@@ -144,19 +130,14 @@ def at_path(
         visibility.require(storage, location)
         made = visibility.of_directories(storage)
         for directory in sorted({PRIVATE, *(spec.directory for spec in by_path)} - {""}):
-            _make_below(made, location, directory)
+            path = location  # not durable: the writer does that
+            for piece in directory.split("/"):
+                path = f"{path}/{piece}"
+                make_dir(made, path)
         yield storage.absolute(location)
         storage.absolute(location)
     else:
         yield join(storage.root, location)
-
-
-def _make_below(storage: Storage, location: str, directory: str) -> None:
-    """Make the directories of a part, but not durable: the writer does that."""
-    path = location
-    for piece in directory.split("/"):
-        path = f"{path}/{piece}"
-        make_dir(storage, path)
 
 
 def make_inside(location: str, directory: str) -> str:
@@ -279,7 +260,7 @@ class FilesDraft:
         return ""  # bytes do not change
 
     def let_go(self) -> None:
-        """Nothing to free: bytes do not change."""
+        """Nothing to free."""
 
     def finalizers(self) -> list[Finalizer]:
         return []

@@ -55,16 +55,13 @@ class FilePart(PartJob):
     file: str
     data: bytes
     directory: str = ""
+    portable = True
 
     def write(self, storage: Storage, location: str) -> Written:
         relative = join(self.directory, self.file)
         shard = ShardFile(storage, join(location, relative))
         shard.write(self.data)
         return Written((shard.close_durably(relative),))
-
-    @property
-    def portable(self) -> bool:
-        return True
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -257,7 +254,6 @@ class RankWriter:
 
     @property
     def must_wait(self) -> bool:
-        """See ``ports.WriterProcess``."""
         return self.process.must_wait
 
     def before_update(

@@ -57,8 +57,8 @@ def early_of(memory: Iterable[Memory], ranges: Sequence[Range]) -> list[Range]:
 class Arena:
     """A segment for one copy of a job's memory. Raises ``OSError`` if it cannot be had.
 
-    Rules: nothing is copied into it while a process may read an earlier copy, and the memory is not
-    given back. The process that made it does both: a forked child shares the memory.
+    Nothing is copied into it, and nothing given back, while a process may read an earlier copy. Only
+    the process that made it does so: a forked child shares the memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -94,7 +94,9 @@ class Arena:
         for address, size in ranges:
             spans.append(Span(address, size, 0, offset))
             offset += _aligned(size)
-        SharedWork(self._copy, list(_pieces(spans))).run(_thread_count() - 1)
+        # With the caller: its rank has this share of the processors.
+        threads = max(_FEW_THREADS, min(processors() // ranks_of_this_host(), _MANY_THREADS))
+        SharedWork(self._copy, list(_pieces(spans))).run(threads - 1)
         self._present = max(self._present, offset)
         return spans
 
@@ -104,11 +106,6 @@ class Arena:
         if offset + size > self._present:
             take_now(target, size)
         ctypes.memmove(target, address, size)  # without the GIL
-
-
-def _thread_count() -> int:
-    """The threads of a copy, the caller's too: its rank has this share of the processors."""
-    return max(_FEW_THREADS, min(processors() // ranks_of_this_host(), _MANY_THREADS))
 
 
 def arena_bytes(ranges: Iterable[Range]) -> int:

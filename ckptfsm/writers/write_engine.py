@@ -132,7 +132,8 @@ class WriteEngine:
         try:
             self.start()
         except OSError as error:  # the next save tries again
-            self._say_not_started(f"the writer process cannot be started yet: {describe(error)}")
+            said = f"the writer process cannot be started yet: {describe(error)}"
+            say(log.warning, "writer_not_started", said)
 
     def expect_gate(self) -> None:
         """The trainer waits before it changes its state: read it while writing (``auto``, ``gated``)."""
@@ -155,7 +156,9 @@ class WriteEngine:
         ranges = ranges_of(job.memory)
         copying = job.copying
         deadline = time.monotonic() + SERVE_S
-        if not _is_portable(storage, job) or not self._greet(deadline):
+        # A subclass of the adapter has calls that would not be made in another process.
+        portable = type(storage) is PosixStorage and job.portable
+        if not portable or not self._greet(deadline):
             return launch_forked(storage, job)
         left = deadline - time.monotonic()  # a copy into the arena does not count
         reading = self._reading(job, ranges)
@@ -202,14 +205,6 @@ class WriteEngine:
             raise
         return running
 
-    def _raise_interruption(self) -> None:
-        interruption = self.hear()
-        if interruption is not None:
-            raise interruption
-
-    def _is_lent(self, memory: Range) -> bool:
-        return any(segment.holds(*memory) for segment in self._lent)
-
     def _reading(self, job: RankJob, ranges: Sequence[Range]) -> MemoryRoute | None:
         """The way to the memory of a job; None if only a fork is left."""
         lent = ranges_of(job.memory, lent_only=True)
@@ -223,7 +218,11 @@ class WriteEngine:
             if job.copying is not None:  # a fork waits for an accelerator's copies
                 return None
             changing = set(early)
-            copied = [each for each in ranges if each in changing or not self._is_lent(each)]
+            copied = [
+                each
+                for each in ranges
+                if each in changing or not any(s.holds(*each) for s in self._lent)
+            ]
         if copied:
             reading = self._from_arena(copied, ranges, lent, buffers)
             if reading is not None or self._refused:
@@ -279,7 +278,7 @@ class WriteEngine:
                 arena.close()
             if not isinstance(error, OSError):
                 raise
-            said = f"{self._without_copy()}: there is no shared memory: {describe(error)}"
+            said = f"{self._without_copy}: there is no shared memory: {describe(error)}"
             self._say_once("no_shared_memory", said, error=describe(error))
             return None
         if self._refused:
@@ -319,10 +318,7 @@ class WriteEngine:
             if not problem or not process.kill():
                 return process, None
             process.close()
-            if last:
-                self._say_not_started(f"the writer is forked: {problem}")
-            else:
-                self._say_given_up(problem)
+            self._say_unserved(problem, last=last)
             again = _may_restart(job)
         if again:
             remove_files(storage, job)  # the fork creates them exclusively, too
@@ -381,7 +377,7 @@ class WriteEngine:
             try:
                 self.start()
             except OSError as error:
-                self._say_not_started(f"the writer is forked: {describe(error)}")
+                self._say_unserved(describe(error), last=True)
                 return False
             process, self._process = self._process, None  # not used again if an error comes now
             assert process is not None
@@ -394,9 +390,9 @@ class WriteEngine:
             process.close()
             if last:
                 break
-            self._say_given_up(problem)
+            self._say_unserved(problem, last=False)
         self.warm_up()  # a slow host has it ready for the next save
-        self._say_not_started(f"the writer is forked: its process did not start: {problem}")
+        self._say_unserved(f"its process did not start: {problem}", last=True)
         return False
 
     def _greeting(self, process: Spawned, deadline: float) -> str:
@@ -429,14 +425,17 @@ class WriteEngine:
                 deadline, process.sent_at + left
             ):  # a large order takes longer
                 return None, f"it does not answer, at {process.whereabouts()}"
-            self._raise_interruption()
+            interruption = self.hear()
+            if interruption is not None:
+                raise interruption
 
-    def _say_given_up(self, problem: str) -> None:
-        said = f"a writer process was given up, another one takes its place: {problem}"
-        say(log.warning, "writer_restarted", said)
-
-    def _say_not_started(self, said: str) -> None:
-        say(log.warning, "writer_not_started", said)
+    def _say_unserved(self, problem: str, *, last: bool) -> None:
+        """Say that a process does not serve, and what the save does now."""
+        if last:
+            say(log.warning, "writer_not_started", f"the writer is forked: {problem}")
+        else:
+            said = f"a writer process was given up, another one takes its place: {problem}"
+            say(log.warning, "writer_restarted", said)
 
     def _affords(self, more: int) -> bool:
         """False if a copy would take too much of the free memory; not asked in the mode ``eager``."""
@@ -445,8 +444,7 @@ class WriteEngine:
         limit = int(self._settings.free_bytes() * _FREE_SHARE / ranks_of_this_host())
         if more <= limit:
             return True
-        without = self._without_copy()
-        said = f"{without}: a copy takes {more} bytes, and at most {limit} may be taken"
+        said = f"{self._without_copy}: a copy takes {more} bytes, and at most {limit} may be taken"
         self._say_once("copy_not_affordable", said, needed=more, limit=limit)
         return False
 
@@ -456,6 +454,7 @@ class WriteEngine:
             self._said.add(event)
             say(log.warning, event, said, **facts)
 
+    @property
     def _without_copy(self) -> str:
         """The way of a save that gets no memory for a copy, for people."""
         if self._refused:
@@ -525,11 +524,3 @@ def _give(
 def _may_restart(job: RankJob) -> bool:
     """True if all files that the job makes are known, and no other attempt can have them."""
     return job.location.startswith(f"{STAGING}/") and job.restartable
-
-
-def _is_portable(storage: Storage, job: RankJob) -> bool:
-    """True if a process without torch can write the job, through an adapter of its root.
-
-    A subclass of the adapter has calls that would not be made there.
-    """
-    return type(storage) is PosixStorage and job.portable

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
+from ckptfsm.adapters.fork import told_of
 from ckptfsm.adapters.memory import MADV_POPULATE_WRITE, NO_SUCH_CALL, MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
-from ckptfsm.core.errors import describe, first_os_error
+from ckptfsm.core.errors import describe
 from ckptfsm.core.images import CHUNK_BYTES
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import ChildError, RankJob, Storage
@@ -148,17 +149,14 @@ class Server:
         count = SharedCount.of_descriptor(fds.pop()) if order.counted else None
         roots = len(fds) - order.segments
         for fd in fds[:roots]:
-            self._keep(order.root, fd)
+            if order.root in self._storages:
+                os.close(fd)
+            else:
+                self._storages[order.root] = PosixStorage.of_descriptor(order.root, fd)
         segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
         work = partial(self._run, order, segments, confirmed, count)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
-
-    def _keep(self, root: str, fd: int) -> None:
-        if root in self._storages:
-            os.close(fd)
-        else:
-            self._storages[root] = PosixStorage.of_descriptor(root, fd)
 
     def _run(
         self,
@@ -173,10 +171,7 @@ class Server:
             if count is not None:
                 count.close()
         except BaseException as error:  # the trainer must hear of every error
-            cause = first_os_error(error)
-            words = describe(cause) if cause else ""
-            told = ChildError(describe(error), words, getattr(error, "kind", ""))
-            self._trainer.channel.send(JobEnded(told))
+            self._trainer.channel.send(JobEnded(told_of(error)))
             os._exit(1)
         self._trainer.channel.send(Done(payload, self._inconsiderate))
 

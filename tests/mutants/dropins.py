@@ -68,7 +68,7 @@ QUEUE = (
     mutant(
         "shared-memory-is-not-copied",
         "megatron.foreign:_private",
-        "return value.detach().clone() if _is_shared(value) or _is_in_segment(value) else value",
+        "return value.detach().clone() if in_segment or _is_shared(value) else value",
         "return value",
         breaks="I5",
         source="nvidia-resiliency-ext (cpu_shm)",

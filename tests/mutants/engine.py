@@ -409,7 +409,7 @@ MUTANTS = (
     mutant(
         "pinned-memory-is-filled-while-it-is-read",
         "megatron.device_copies:DeviceCopies.begin",
-        "if self._is_read() or not self._is_filled():",
+        "if (self._last is not None and self._last() is not None) or not self._is_filled():",
         "if not self._is_filled():",
         breaks="I5",
         source="order",
