@@ -288,6 +288,10 @@ class PartJob:
     __slots__ = ()
     name: str
     directory: str
+    images: tuple[Image, ...] = ()
+    """The files of this share whose bytes the writer reads. They are written side by side."""
+    copying: Copying | None = None
+    """The copies that fill memory of the images; None if it has the state already."""
 
     def write(self, storage: Storage, location: str) -> Written:
         """Write the part below ``location``, the step's directory; every file fsynced."""
@@ -308,16 +312,6 @@ class PartJob:
     def shares(self) -> tuple[PartJob, ...]:
         """The shares that it consists of, in writing order."""
         return (self,)
-
-    @property
-    def images(self) -> tuple[Image, ...]:
-        """The files of this share whose bytes the writer reads. They are written side by side."""
-        return ()
-
-    @property
-    def copying(self) -> Copying | None:
-        """The copies that fill memory of the images; None if it has the state already."""
-        return None
 
     def read_from(self, source: ChunkSource) -> None:
         """Take the chunks of the images from there: called in the process that writes."""

@@ -56,7 +56,7 @@ class Trainer:
 
     @property
     def copies(self) -> DeviceCopies:
-        return self.manager._ports.driver._copies
+        return self.manager._ports.driver.copies
 
     @property
     def job(self):
