@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.core.errors import describe, first_os_error
@@ -194,7 +195,8 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], count: SharedCount | None
     run = partial(_run_child, job, (read_end, write_end), keep, os.getpid())
     main_thread = threading.current_thread() is threading.main_thread()
     try:
-        with _collector_off(), _named("fork"):
+        # Collecting the parent's CUDA tensors in a child crashes it.
+        with collection_paused(), _named("fork"):
             pid = _forked(run) if main_thread else _Parent(run).forked()
     except OSError:
         os.close(read_end)
@@ -291,7 +293,7 @@ def _run_child(
     code = 1
     try:
         try:
-            gc.disable()  # collecting the parent's CUDA tensors in a child crashes it
+            gc.disable()
             _die_with(parent)  # first: it may be stopped at any time
             os.write(pipe[1], _RUNS)
             os.setpgid(0, 0)
@@ -423,14 +425,3 @@ def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
     if kind == _ERROR:
         return Outcome(exitcode, error=value)
     return Outcome(exitcode, payload=value, complete=True)
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

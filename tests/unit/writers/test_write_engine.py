@@ -37,7 +37,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import NotGone, Outcome, PartJob, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
-from ckptfsm.writers import write_engine, write_job
+from ckptfsm.writers import rank_writer, write_engine, write_job
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.trainers_memory import Arena, Range
@@ -1481,7 +1481,7 @@ def test_a_fork_gets_copies_of_segments(engine, storage, root, monkeypatch):
     used = engine()
     state, readers = InSegment(used), []
     monkeypatch.setattr(
-        write_engine, "launch_forked", lambda storage, job, memory: readers.append(memory)
+        rank_writer, "fork_child", lambda write, **more: readers.append(write.args[2])
     )
     used(storage, job(_Foreign(), state.part()))
     [reader], found = readers, bytearray(3)
