@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from training_jobs import AtAGate
+from training_jobs import let_writers_stand
 
 from ckptfsm import OffloadHook
 from ckptfsm.core.errors import CkptFsmError
@@ -91,8 +91,7 @@ class Watched:
         self.note(args.curr_iteration)
         iteration = args.curr_iteration + 1
         if self.gate:
-            at = iteration == self.gated_at
-            args.gated = AtAGate(self.gate, os.getpid()) if at else None
+            let_writers_stand(self.gate if iteration == self.gated_at else "")
         if self.trained and iteration == self.trained_at:
             meet(self.trained)
         return megatron_lm_model.forward(iterator, model)

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from trainer_lm import async_utils, checkpointing, global_vars, training
 from ckptfsm.core.errors import CkptFsmError, RecoveryWarning
 from ckptfsm.integrations.megatron_lm import InstalledTraining, MegatronLMCheckpoints, install
 from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.writers import rank_writer
 
 PACKAGE = "trainer_lm"
 
@@ -39,7 +41,7 @@ PACKAGE = "trainer_lm"
 class Model:
     """Its state is a function of the iteration. The replica is the data-parallel part.
 
-    ``gate``: a process that pickles ``common`` at ``gated_at`` stands there; a forked writer does.
+    ``gate``: the forked writer of the save at ``gated_at`` stands there.
     """
 
     here: Here
@@ -52,8 +54,8 @@ class Model:
         for name, value in (("a", 1.0), ("b", 2.0)):
             data = torch.full((64, 4), iteration + value)
             state[name] = ShardedTensor.from_rank_offsets(name, data, replica_id=self.here.rank)
-        if self.gate and iteration == self.gated_at:
-            state["gated"] = AtAGate(self.gate, os.getpid())
+        if self.gate:
+            let_writers_stand(self.gate if iteration == self.gated_at else "")
         return state
 
     def template(self) -> dict[str, Any]:
@@ -68,15 +70,17 @@ class Model:
         self.loaded = replicas and is_state_of(state, iteration, self.here)
 
 
-@dataclass
-class AtAGate:
-    gate: str
-    trainer: int
+_write_rank = rank_writer.write_rank
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if os.getpid() != self.trainer:
-            meet(self.gate, "writer")
-        return (OrderedDict, ())  # stock code reads these without being told to trust them
+
+def let_writers_stand(gate: str) -> None:
+    """Let writers that are forked from now on stand at a gate first; "" for none."""
+    rank_writer.write_rank = partial(_write_behind, gate) if gate else _write_rank
+
+
+def _write_behind(gate: str, *job: Any, **named: Any) -> list[tuple[str, int, Any]]:
+    meet(gate, "writer")
+    return _write_rank(*job, **named)
 
 
 @contextmanager

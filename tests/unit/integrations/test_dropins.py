@@ -18,7 +18,6 @@ import re
 import signal
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +42,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import OffloadHook
 from ckptfsm.disk.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
+from ckptfsm.writers import rank_writer
 
 PATIENCE_S = 20.0
 STAGED = f"{STAGING}/iter_0000001"
@@ -752,10 +752,8 @@ class Model:
         self.loaded: dict[str, Any] = {}
 
     def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
-        state = {**self.template(float(iteration)), "common": iteration}
-        if self.gate is not None:
-            state["gated"] = AtAGate(self.gate.path, os.getpid())
-        return state
+        let_writers_begin_with(self.gate)
+        return {**self.template(float(iteration)), "common": iteration}
 
     def template(self, value: float = 0.0) -> dict[str, Any]:
         import torch
@@ -767,17 +765,17 @@ class Model:
         self.loaded = {"w": state["w"].tolist(), "iteration": iteration}
 
 
-class AtAGate:
-    """A process that pickles it elsewhere waits. An empty dict, which torch loads, is read back."""
+_write_rank = rank_writer.write_rank
 
-    def __init__(self, path: str, trainer: int) -> None:
-        self.path, self.trainer = path, trainer
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if os.getpid() != self.trainer:
-            with open(self.path, "rb", buffering=0) as go:
-                go.read(1)
-        return (OrderedDict, ())
+def let_writers_begin_with(act: Callable[[], object] | None) -> None:
+    """Let writers that are forked from now on do this first."""
+    rank_writer.write_rank = _write_rank if act is None else partial(_write_after, act)
+
+
+def _write_after(act: Callable[[], object], *job: Any, **named: Any) -> list[tuple[str, int, Any]]:
+    act()
+    return _write_rank(*job, **named)
 
 
 class Training:
@@ -829,6 +827,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
         with one_rank():
             yield Training(tmp_path / "root")
     finally:
+        let_writers_begin_with(None)
         for name in [n for n in sys.modules if n.partition(".")[0] == "trainer_lm"]:
             del sys.modules[name]
 
@@ -1023,17 +1022,9 @@ class Doomed(Model):
     """A model that kills its writer."""
 
     def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
-        return {**super().sharded_state_dict(iteration), "doom": Doom(os.getpid())}
-
-
-class Doom:
-    def __init__(self, trainer: int) -> None:
-        self.trainer = trainer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if os.getpid() != self.trainer:
-            die()
-        return (OrderedDict, ())
+        state = super().sharded_state_dict(iteration)
+        let_writers_begin_with(die)
+        return state
 
 
 def test_the_optimizer_of_a_save_gates_it(training: Training) -> None:
