@@ -196,7 +196,7 @@ def train(
     with without_cuda(), contextlib.ExitStack() as stack:
         settings: Told = {**TIMES}
         if watched.gate:
-            settings["engine"] = "fork"  # a forked writer pickles the arguments, and waits there
+            settings["engine"] = "fork"  # a forked writer waits at the gate
         if offloaded:
             stack.enter_context(optimizer.around_steps())
             settings["staging"] = OffloadHook(load=optimizer.load, offload=optimizer.offload)

@@ -338,8 +338,8 @@ MUTANTS = (
     mutant(
         "state-in-a-segment-is-read-after-the-launch",
         "writers.write_engine:WriteEngine._reading",
-        "copied = [each for each in ranges if each in changing or not self._is_lent(each)]",
-        "copied = [each for each in ranges if not self._is_lent(each)]",
+        "if each in changing or not any(s.holds(*each) for s in self._lent)",
+        "if not any(s.holds(*each) for s in self._lent)",
         breaks="I5",
         source="order",
         why="the trainer of an eager save changes its state at once",
