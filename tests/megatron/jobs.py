@@ -64,6 +64,7 @@ from ckptfsm.core.errors import (  # noqa: E402
     ReshardWarning,
 )
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked  # noqa: E402
+from ckptfsm.core.images import Memory  # noqa: E402
 from ckptfsm.core.parts import AttemptId  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
@@ -941,7 +942,7 @@ def train_gpt_in_stock(here: Here, root: str, tp: int, until: int, save_at: int)
 
 def save_what_changes(here: Here, root: str, kind: str) -> Told:
     """Save a tensor that lies in memory in this way, and change it right behind ``save``."""
-    room = torch.randn(2 * ROWS, 64)
+    room = torch.randn(2 * ROWS, 1024)
     room = room.share_memory_() if kind == "shared" else room
     tensor = {"part": room[ROWS:], "scattered": room[::2]}.get(kind, room)
     before = tensor.clone()
@@ -951,7 +952,8 @@ def save_what_changes(here: Here, root: str, kind: str) -> Told:
 
     draft = MegatronDriver(0, 1).draft({"state": state()})
     (job,) = draft.stage(root, draft.specs, {"state": b""})
-    staged = [value for bucket in job.buckets for _, value in bucket]  # type: ignore[attr-defined]
+    pieces = [piece for image in job.images for piece in image.pieces]
+    staged = [piece.address for piece in pieces if isinstance(piece, Memory)]
     with managed(here, root) as manager:
         handle = manager.save(1, state)
         tensor.zero_()
@@ -963,7 +965,7 @@ def save_what_changes(here: Here, root: str, kind: str) -> Told:
         shards = Path(root).glob("iter_0000001/*.distcp")
         return {
             "equal": torch.equal(found.state["w"], before),
-            "copied": [value.data_ptr() for value in staged] != [tensor.data_ptr()],
+            "copied": staged != [tensor.data_ptr()],
             "excess": sum(p.stat().st_size for p in shards) - before.nbytes,
         }
 

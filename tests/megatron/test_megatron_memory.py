@@ -11,7 +11,7 @@ pytestmark = pytest.mark.megatron
 
 
 @pytest.mark.parametrize(
-    ("kind", "copied"), [("whole", False), ("part", False), ("scattered", False), ("shared", True)]
+    ("kind", "copied"), [("whole", False), ("part", False), ("scattered", True), ("shared", True)]
 )
 def test_cpu_tensors_are_frozen_by_the_fork_or_copied(
     cluster: Cluster, root: Path, kind: str, copied: bool

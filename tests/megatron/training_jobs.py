@@ -41,7 +41,7 @@ PACKAGE = "trainer_lm"
 class Model:
     """Its state is a function of the iteration. The replica is the data-parallel part.
 
-    ``gate``: the forked writer of the save at ``gated_at`` stands there.
+    ``gate``: rank 0's forked writer of the save at ``gated_at`` stands there.
     """
 
     here: Here
@@ -74,8 +74,9 @@ _write_rank = rank_writer.write_rank
 
 
 def let_writers_stand(gate: str) -> None:
-    """Let writers that are forked from now on stand at a gate first; "" for none."""
-    rank_writer.write_rank = partial(_write_behind, gate) if gate else _write_rank
+    """Let rank 0's writers that are forked from now on stand at a gate first; "" for none."""
+    held = gate and torch.distributed.get_rank() == 0
+    rank_writer.write_rank = partial(_write_behind, gate) if held else _write_rank
 
 
 def _write_behind(gate: str, *job: Any, **named: Any) -> list[tuple[str, int, Any]]:
