@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ckptfsm.core.lifecycle import State as State
     from ckptfsm.core.parts import OptionalPart as OptionalPart
     from ckptfsm.core.parts import PerRank as PerRank
-    from ckptfsm.core.ports import OffloadHook as OffloadHook
     from ckptfsm.core.progress import Progress as Progress
     from ckptfsm.core.requests import RecoveryReport as RecoveryReport
     from ckptfsm.core.retention import AllOf as AllOf
@@ -88,7 +87,6 @@ _PLACES = MappingProxyType(
         "ShardFile": "ckptfsm.writers.shard_file",
         "OptionalPart": "ckptfsm.core.parts",
         "PerRank": "ckptfsm.core.parts",
-        "OffloadHook": "ckptfsm.core.ports",
         "shield_worker": "ckptfsm.adapters.signals",
         "Controller": "ckptfsm.ranks.controller",
         "GroupPart": "ckptfsm.ranks.tickets",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from ckptfsm import (
     ForeignRequest,
     KeepAll,
     LatestN,
-    OffloadHook,
     Policy,
     Restored,
     SaveHandle,
@@ -136,11 +135,6 @@ def look_after(manager: CheckpointManager) -> list[int]:
         print(measured, where)
     manager.close()
     return steps if not preempted else [*steps, *size]
-
-
-def offloaded(root: str, load: Callable[[], None], offload: Callable[[], None]) -> SaveHandle:
-    manager = CheckpointManager(root, staging=OffloadHook(load=load, offload=offload))
-    return manager.save(1, lambda: {"w": 1})
 
 
 def evaluate(root: Path) -> list[tuple[str, str]]:

@@ -212,13 +212,6 @@ class RankInterrupted(CkptFsmError):
     advice = "that rank raises what its signal handler raised; here, call again or leave"
 
 
-class OffloadFailed(CkptFsmError):
-    """A rank could not offload its state after a save (``step``, ``rank``). The save itself goes on."""
-
-    kind = "staging_failed"
-    advice = "the state of that rank may be on either device: leave and restart the job"
-
-
 class StorageError(CkptFsmError, OSError):
     """A storage call failed (``file``, ``call``, ``errno_name``)."""
 

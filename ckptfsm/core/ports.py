@@ -613,24 +613,6 @@ class Driver(Protocol):
         """Load each part from its absolute directory, without the keys to drop (collective)."""
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadHook:
-    """Calls of a trainer around each save that begins, on every rank, on the training thread.
-
-    ``load`` brings the state to the accelerator; ``offload`` brings it back to host memory once the
-    writer has its copy. Give the state to ``save`` as a function then: it is called after ``load``.
-    ``offload`` is also called when ``load`` raised, or the save is refused or fails. The state may
-    then be loaded in part, or not at all. Neither may hold a collective. A save that is skipped
-    calls neither.
-
-    If ``load`` raises on a rank, the save is refused on every rank. If ``offload`` raises, ``save``
-    raises ``OffloadFailed`` on every rank; a ``GroupWorker`` reports that its share failed.
-    """
-
-    load: Callable[[], object]
-    offload: Callable[[], object]
-
-
 class DeferredSignals(Protocol):
     """A block of code in which signal handlers wait; not to be entered twice."""
 
@@ -699,6 +681,5 @@ class Ports:
     identity: Callable[[], Identity]
     launch: Launch
     defer_signals: Callable[[], DeferredSignals]
-    staging: OffloadHook | None = None
     close_writers: Callable[[], None] = no_writers
     mailbox: Callable[[], Mailbox | None] = no_mailbox

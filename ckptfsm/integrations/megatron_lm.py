@@ -41,7 +41,6 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.parts import OptionalPart
-from ckptfsm.core.ports import OffloadHook
 from ckptfsm.core.retention import EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import check_digests, check_sizes, read_manifest
@@ -86,8 +85,8 @@ class MegatronLMCheckpoints:
     """The checkpoints below ``save_dir``, in Megatron-LM's layout, with its calls.
 
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
-    ``CheckpointManager``, without ``retention`` and ``layout``. ``staging`` loads offloaded state
-    around each save, see ``OffloadHook``. ``hooks`` are those of the manager of ``save_dir``.
+    ``CheckpointManager``, without ``retention`` and ``layout``. ``hooks`` are those of the manager of
+    ``save_dir``.
 
     The root is opened at ``open`` or the first save; after ``terminate`` the next save opens it
     again. Call ``resumed`` after a load.
@@ -98,13 +97,11 @@ class MegatronLMCheckpoints:
         save_dir: str | os.PathLike[str],
         *,
         save_retain_interval: int | None = None,
-        staging: OffloadHook | None = None,
         hooks: Sequence[Hook] = (),
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         self.save_dir = str(Path(save_dir).absolute())
-        self.staging = staging
         self._hooks = tuple(hooks)
         base = config_of(config, settings)
         if {"retention", "layout"} & base.model_fields_set:
@@ -135,7 +132,7 @@ class MegatronLMCheckpoints:
             last = {"retention": LatestN(1)} if non_persistent else {}
             config = self._config.model_copy(update=last)
             hooks = () if non_persistent else self._hooks  # two roots would be mixed
-            manager = CheckpointManager(root, config, hooks=hooks, staging=self.staging)
+            manager = CheckpointManager(root, config, hooks=hooks)
             self._managers[root] = manager
             if self._attached:
                 self._managers[root].expect_gate()
@@ -198,7 +195,7 @@ class MegatronLMCheckpoints:
     ) -> SaveHandle:
         """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
 
-        ``state_dict`` may be a function that returns it, called after ``OffloadHook.load``.
+        ``state_dict`` may be a function that returns it.
         ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``parts`` are further
         parts beside the state, as in ``CheckpointManager.save``. ``reports`` run on this rank once
         the checkpoint is tracked; their exceptions are logged. An iteration that this run has saved
@@ -216,10 +213,10 @@ class MegatronLMCheckpoints:
         """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in
         place.
 
-        ``async_request`` may be a function that makes the request, called after
-        ``OffloadHook.load``. The request must have no closures that write the tracker or delete.
+        ``async_request`` may be a function that makes the request. The request must have no
+        closures that write the tracker or delete.
         Without ``iteration`` the request is only supervised, see ``AsyncCallsQueue``: nothing is
-        tracked, loaded or offloaded.
+        tracked.
         """
         if iteration is None:
             self._queue.schedule_async_request(async_request)

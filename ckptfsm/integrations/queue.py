@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.layout import LAYOUTS
-from ckptfsm.core.ports import OffloadHook, Outcome, Transport
+from ckptfsm.core.ports import Outcome, Transport
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.megatron.foreign import (
     StagedRequest,
@@ -135,8 +135,6 @@ class AsyncCallsQueue:
       ``writer_timeout_s`` (from schedule to the end of the writer) and ``exchange_timeout_s``.
     - ``manager`` is the manager that ``begin`` saves through; without it the queue opens one at the
       first ``begin``.
-    - ``staging`` is called around each request that is given as a function, see ``OffloadHook``. A
-      ready-made request is only offloaded: load before you make it.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class AsyncCallsQueue:
         persistent: bool = False,
         *,
         manager: CheckpointManager | None = None,
-        staging: OffloadHook | None = None,
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
@@ -152,7 +149,6 @@ class AsyncCallsQueue:
         self._one_call = OneCall(PosixDeferredSignals)
         self._process: int | None = None  # owner of the calls: ranks may be forked after this
         self._config = require_fork(config_of(config, settings), "megatron-core's requests")
-        self._staging = staging
         self._transport: Transport | None = None
         self._calls: deque[_QueuedCall] = deque()
         self._dying: list[Child] = []
@@ -170,10 +166,9 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: Any) -> int:
         """Stage the request's tensors, fork its writer, and return the index of the call.
 
-        After the return, tensors may change. A function is called for its request, after
-        ``OffloadHook.load``; if the load raises, ``SaveFailed`` is raised on all ranks. Other
-        errors on this rank are raised on all ranks by ``maybe_finalize_async_calls``. After
-        ``begin``, raises the errors of ``CheckpointManager.save``.
+        After the return, tensors may change. A function is called for its request. Errors on this
+        rank are raised on all ranks by ``maybe_finalize_async_calls``. After ``begin``, raises the
+        errors of ``CheckpointManager.save``.
         """
         if self._filling is not None:
             self._last += 1
@@ -193,39 +188,15 @@ class AsyncCallsQueue:
         self._calls.append(call)
         self._numbers.add(call.index)
         try:
-            self._write(call, async_request)
-        except BaseException:  # a load that failed, a Ctrl-C, a rank that is gone
+            _fork(call, async_request)
+        except (KeyboardInterrupt, SystemExit):
             self._drop(self._take_call(last=True))
             raise
+        except BaseException as error:  # also torch's; carried to the next exchange of all ranks
+            why = describe(error)
+            say(log.exception, "fork_failed", f"call {call.index}: {why}", call=call.index)
+            call.problem = SaveFailed(why, reason="fork_failed")
         return call.index
-
-    def _write(self, call: _QueuedCall, request: Any) -> None:
-        """Load, make the request, fork, offload. Offloads in any case."""
-        try:
-            if self._staging is not None and callable(request):
-                self._load(call, self._staging)
-            self._attempt(call, "fork_failed", partial(_fork, call, request))
-        finally:
-            if self._staging is not None:
-                self._attempt(call, "offload_failed", self._staging.offload)
-
-    def _load(self, call: _QueuedCall, staging: OffloadHook) -> None:
-        """Load on all ranks; if one fails, none makes its request, which may hold collectives."""
-        self._attempt(call, "load_failed", staging.load)
-        problem = self._shared(call, no_dist=False)
-        if problem is not None:
-            raise problem
-
-    def _attempt(self, call: _QueuedCall, reason: str, work: Callable[[], object]) -> None:
-        """Run ``work`` and carry its error to the next exchange: the other ranks must not wait."""
-        try:
-            work()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # also torch's
-            said = f"call {call.index}: {reason}: {describe(error)}"
-            say(log.exception, reason, said, call=call.index)
-            call.problem = call.problem or SaveFailed(describe(error), reason=reason)
 
     # ------------------------------------------------------------------------------------ finalize
 
@@ -441,7 +412,7 @@ class AsyncCallsQueue:
             )
 
             config = config.model_copy(update={"layout": layouts[0]})
-            self._owned = manager = CheckpointManager(root, config, staging=self._staging)
+            self._owned = manager = CheckpointManager(root, config)
         if os.path.realpath(root) != os.path.realpath(manager._storage.root):
             raise ConfigError(
                 f"{directory} is not below {manager._storage.root}", directory=directory

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
-from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport
+from ckptfsm.core.ports import Driver, Ports, Storage, Transport
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.gate import Gate, GatedMemory
@@ -44,7 +44,6 @@ class CheckpointManager(Manager, Gate):
       logged. A hook that is a ``Meter`` (``ckptfsm.core.notes``) also takes notes, such as stalls.
     - ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a
       name), for tests and fault injection.
-    - ``staging`` loads offloaded state around each save, see ``OffloadHook``.
     - ``driver(transport)`` makes the ``Driver`` of this rank, for another kind of state than
       megatron-core's. Such a state is read from a fork, unless its parts are ``portable``.
 
@@ -58,12 +57,11 @@ class CheckpointManager(Manager, Gate):
         *,
         hooks: Sequence[Hook] = (),
         open_storage: Callable[[bool], Storage] | None = None,
-        staging: OffloadHook | None = None,
         driver: MakeDriver | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
-        wired = wire(root, config, open_storage, staging, driver)
+        wired = wire(root, config, open_storage, driver)
         self._engine, self._promise = wired.engine, wired.promise
         super().__init__(wired.ports, config, hooks)
         if wired.engine is not None:
@@ -77,8 +75,7 @@ class GroupWorker(BaseGroupWorker, Gate):
     (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a
     dict) or keyword arguments: ``writer_files``, ``engine``, ``writer_nice``, ``common_state``,
     ``exchange_timeout_s``, ``verify`` and ``reshard_drops`` are used here. ``open_storage(create)``
-    replaces the storage adapter, for tests and fault injection. ``staging`` loads offloaded state
-    around each ``write``, see ``OffloadHook``.
+    replaces the storage adapter, for tests and fault injection.
 
     Raises ``ConfigError``.
     """
@@ -89,11 +86,10 @@ class GroupWorker(BaseGroupWorker, Gate):
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         *,
         open_storage: Callable[[bool], Storage] | None = None,
-        staging: OffloadHook | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         config = config_of(config, settings)
-        wired = wire(root, config, open_storage, staging, group=True)
+        wired = wire(root, config, open_storage, group=True)
         self._engine, self._promise = wired.engine, wired.promise
         super().__init__(wired.ports, config)
         if wired.engine is not None:
@@ -115,7 +111,6 @@ def wire(
     root: str | os.PathLike[str],
     config: CheckpointConfig,
     open_storage: Callable[[bool], Storage] | None,
-    staging: OffloadHook | None,
     make_driver: MakeDriver | None = None,
     *,
     group: bool = False,
@@ -151,7 +146,7 @@ def wire(
             promise=promise,
         )
     mailbox = partial(mailbox_of, transport, config.exchange_timeout_s)
-    ports = system_ports(transport, driver, opener, staging, engine, mailbox)
+    ports = system_ports(transport, driver, opener, engine, mailbox)
     ports = replace(ports, close_writers=partial(_close, ports.close_writers, copies))
     return Wired(ports, engine, promise)
 

@@ -38,7 +38,6 @@ from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.coordinator_client import Answer, share_answer
 from ckptfsm.ranks.handle import Restored
-from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import ProposedCall, words_of
 from ckptfsm.ranks.restoring import Restorer, warn_of_rest
 from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
@@ -84,7 +83,7 @@ class BaseGroupWorker:
 
         ``state`` is a sharded state dict for the part's directory itself. ``parts`` maps inner
         directories to several of them, to a ``FileTree``, or to None if other ranks write it.
-        ``parts`` may be a function, called when everything is loaded (see ``OffloadHook``).
+        ``parts`` may be a function that returns them.
 
         When it returns, the tensors may change. A second call with the same ticket does nothing and
         returns the ticket's reports. Raises ``RankFailed`` if a rank of the group is gone.
@@ -96,24 +95,18 @@ class BaseGroupWorker:
             self._share.clear()
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of
-            with OffloadTurn(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
-                # nothing here may keep a reference: offload comes after all are dropped
-                self._write(
-                    ticket, GroupParts.of(ticket.part, state, _parts_of(parts, stage)), stage
-                )
-            if stage.problem:
-                self._fail(ticket.of, stage.problem)
+            self._write(ticket, GroupParts.of(ticket.part, state, _parts_of(parts)))
             return self.poll()
 
     def _is_newer(self, of: AttemptId) -> bool:
         newest = self._newest
         return newest is None or (of.epoch, of.attempt) > (newest.epoch, newest.attempt)
 
-    def _write(self, ticket: Ticket, shares: GroupParts, stage: OffloadTurn) -> None:
+    def _write(self, ticket: Ticket, shares: GroupParts) -> None:
         """Plan with the group, stage and fork; an error becomes a report."""
         call, step = ProposedCall(parts=shares.values), ticket.of.step
         directories = tuple(shares.keys.values())
-        proposed = self._share.propose(stage, step, call, directories=directories)
+        proposed = self._share.propose(step, call, directories=directories)
         draft, answer = proposed.draft, Answer()
         if proposed.by_rank is not None:
             answer = self._judge(ticket, shares, proposed)
@@ -308,15 +301,10 @@ class BaseGroupWorker:
         return replace(restored, parts=by_key)
 
 
-def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: OffloadTurn) -> Parts | None:
-    """The parts that a function returns, if all is loaded.
-
-    An error is raised later, within the plan.
-    """
+def _parts_of(parts: Parts | Callable[[], Parts] | None) -> Parts | None:
+    """The parts that a function returns. An error is raised later, within the plan."""
     if parts is None:
         return None
-    if not stage.loaded:
-        return {}
     try:
         made = parts() if callable(parts) else parts
         if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):

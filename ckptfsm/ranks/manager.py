@@ -33,7 +33,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.handle import Restored, SaveHandle
-from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import ProposedCall
 from ckptfsm.ranks.restoring import warn_of_rest
 from ckptfsm.ranks.session import Session, whole_step
@@ -59,7 +58,7 @@ class Manager(Session):
         ``state`` is a Megatron sharded state dict, saved as the single part ``state`` at the root
         of the step's directory. ``parts`` maps names to several of them, to ``bytes`` (a plain
         file), or to foreign requests. Each may be a function that returns it, called when the save
-        begins (after ``OffloadHook.load``).
+        begins.
 
         Tensors may change when it returns, or, after a gated save, when ``before_update`` does.
         ``metrics`` are by name. Rank 0's count, and those of the other ranks are not compared.
@@ -70,7 +69,7 @@ class Manager(Session):
 
         Raises ``SaveRefused`` (on every rank) if it was not accepted, and ``DeadlineExceeded`` if
         another save stays in flight. Raises ``SaveFailed`` for an earlier save under
-        ``on_failure="raise"``, ``OffloadFailed`` if a rank could not offload.
+        ``on_failure="raise"``.
         """
         step = whole_step(step)
         with self._one_call.running(), self._participant.stalling(step):
@@ -79,27 +78,16 @@ class Manager(Session):
                 return SaveHandle(step)
             self._participant.allocation.save_begins()
             self._share.clear()
-            call = ProposedCall(state, parts)
-            with OffloadTurn(self._ports.staging, self._ports.transport, step) as stage:
-                try:
-                    handle, refused = self._begin(stage, step, call, metrics)
-                except (KeyboardInterrupt, SystemExit) as error:  # the other ranks go on to agree
-                    if self._one_call.left:  # its handler has left the manager
-                        raise
-                    handle, refused = SaveHandle(step), error
-            stage.agree()
-            if refused is not None:
-                self._participant.take_refusal(refused)
-                return handle
-            if self.config.sync:
+            handle = self._begin(step, ProposedCall(state, parts), metrics)
+            if self.config.sync and not handle.skipped:
                 self.wait_for(handle)
             return handle
 
     def _begin(
-        self, stage: OffloadTurn, step: int, call: ProposedCall, metrics: Mapping[str, float] | None
-    ) -> tuple[SaveHandle, BaseException | None]:
-        """Draft, ask, stage and fork. Returns the handle and the refusal, the same on every rank."""
-        proposed = self._share.propose(stage, step, call, metrics)
+        self, step: int, call: ProposedCall, metrics: Mapping[str, float] | None
+    ) -> SaveHandle:
+        """Draft, ask, stage and write. A refusal is raised on every rank, or the save is skipped."""
+        proposed = self._share.propose(step, call, metrics)
         answer = self._client.together(partial(self._judge, proposed))
         accepted: Accepted | None = answer.value
         if accepted is not None:
@@ -107,9 +95,10 @@ class Manager(Session):
         self._participant.take_update(answer.update)
         if accepted is None or proposed.draft is None:
             self._share.undo(proposed.draft)
-            return SaveHandle(step), answer.problem
-        handle = self._participant.begin_writing(self._storage, accepted, proposed.draft)
-        return handle, None
+            assert answer.problem is not None
+            self._participant.take_refusal(answer.problem)
+            return SaveHandle(step)
+        return self._participant.begin_writing(self._storage, accepted, proposed.draft)
 
     def _judge(self, proposed: Proposed) -> Accepted:
         """At rank 0: accept the save for all ranks, or raise its refusal."""

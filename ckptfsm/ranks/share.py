@@ -25,7 +25,6 @@ from ckptfsm.core.requests import Accepted, SaveRequest
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.comparing import Comparison, Difference
-from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.progress import ShareProgress
 from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, is_about_a_value, propose
 from ckptfsm.writers.plain_files import around, at_path, planned_bytes
@@ -67,7 +66,6 @@ class Share:
 
     def propose(
         self,
-        stage: OffloadTurn,
         step: int,
         call: ProposedCall,
         metrics: Mapping[str, float] | None = None,
@@ -78,10 +76,7 @@ class Share:
         An error becomes part of the proposal. For ``directories`` see ``Proposal``.
         """
         ranks = self._ports.transport.world_size
-        if stage.loaded:
-            draft, proposal = propose(self._ports.driver, ranks, step, call, metrics)
-        else:
-            draft, proposal = None, Proposal(step, ranks, error=stage.load_error)
+        draft, proposal = propose(self._ports.driver, ranks, step, call, metrics)
         digests = self.comparison.digests_of(draft) if draft is not None else ()
         proposal = replace(proposal, digests=digests, directories=directories)
         gathered = self._ports.transport.gather(proposal)
@@ -139,7 +134,7 @@ class Share:
             self.agent.begin(self.writer)
         if draft is None:
             return
-        if self.writer.must_wait or self._ports.staging is not None:  # which moves the state
+        if self.writer.must_wait:
             self.await_copy(hear)
         self._ports.driver.accept()
 

@@ -11,7 +11,6 @@ from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.core.ports import (
     Driver,
     Mailbox,
-    OffloadHook,
     Ports,
     Storage,
     Transport,
@@ -26,7 +25,6 @@ def system_ports(
     transport: Transport,
     driver: Driver,
     open_storage: Callable[[bool], Storage],
-    staging: OffloadHook | None = None,
     engine: WriteEngine | None = None,
     mailbox: Callable[[], Mailbox | None] = no_mailbox,
 ) -> Ports:
@@ -43,7 +41,6 @@ def system_ports(
         this_process,
         launch_forked if engine is None else engine,
         PosixDeferredSignals,
-        staging,
         no_writers if engine is None else engine.close,
         mailbox,
     )

@@ -35,7 +35,6 @@ from ckptfsm.core.ports import (
     Identity,
     Launch,
     Mailbox,
-    OffloadHook,
     PartFinisher,
     PartJob,
     Ports,
@@ -482,7 +481,6 @@ def fake_ports(
     executor: Callable[[], Executor] = ThreadExecutor,
     identity: Callable[[], Identity] = this_process,
     launch: Launch = launch_forked,
-    staging: OffloadHook | None = None,
     mailbox: Callable[[], Mailbox | None] = no_mailbox,
 ) -> Ports:
     """Ports of a ``Manager`` without torch.
@@ -502,7 +500,6 @@ def fake_ports(
         identity,
         launch,
         PosixDeferredSignals,
-        staging,
         mailbox=mailbox,
     )
 

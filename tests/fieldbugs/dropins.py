@@ -29,7 +29,6 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "verl-4638-prune": (_OLD_STAYS,),
         "verl-4638-memory": (
             f"{VERL}::test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone",
-            f"{VERL}::test_an_offloaded_optimizer_is_loaded_for_the_fork",
         ),
         "verl-4873": (
             _OLD_STAYS,

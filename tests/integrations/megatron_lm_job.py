@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -22,18 +21,12 @@ import forkserver
 import megatron.core
 import megatron_lm_model
 import torch
-from cluster import children_of
 from jobs import TIMES, Here, Told, meet, told
 from megatron.core import mpu
 from megatron.training import async_utils, checkpointing, get_args
 from megatron_lm_cpu import without_cuda
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from training_jobs import let_writers_stand
 
-from ckptfsm import OffloadHook
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.integrations.megatron_lm import (
     _IN_ASYNC_UTILS,
@@ -72,7 +65,6 @@ class Watched:
     start: int | None = None
     digests: dict[int, str] = field(default_factory=dict)  # of the parameters after an iteration
     tracked: dict[int, str] = field(default_factory=dict)  # the tracker's content then
-    children: dict[int, int] = field(default_factory=dict)  # of this rank, before an iteration
     model: Any = None
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
@@ -104,57 +96,6 @@ class Watched:
         self.digests[iteration] = found.hexdigest()
         tracker = Path(checkpointing.get_checkpoint_tracker_filename(get_args().save))
         self.tracked[iteration] = tracker.read_text().strip() if tracker.exists() else ""
-        self.children[iteration] = len(children_of(os.getpid()))
-
-
-class Offloaded:
-    """Holds the optimizer's state on the "accelerator" only while it is used: during a step and a save.
-
-    Elsewhere its tensors have no memory, and a copy lies on the "host".
-    """
-
-    def __init__(self) -> None:
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.events: list[str] = []
-
-    @contextlib.contextmanager
-    def around_steps(self) -> Iterator[None]:
-        with contextlib.ExitStack() as hooks:
-            for register, call in (
-                (register_optimizer_step_pre_hook, self._before),
-                (register_optimizer_step_post_hook, self._after),
-            ):
-                hooks.callback(register(call).remove)
-            yield
-
-    def _before(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self.optimizer = optimizer
-        self._load()
-
-    def _after(self, *arguments: Any) -> None:
-        self._offload()
-
-    def load(self) -> None:
-        self.events.append("load")
-        self._load()
-
-    def offload(self) -> None:
-        self.events.append("offload")
-        self._offload()
-
-    def _load(self) -> None:
-        for tensor, copy in self.copies:
-            tensor.untyped_storage().resize_(copy.untyped_storage().nbytes())
-            tensor.copy_(copy)
-        self.copies = []
-
-    def _offload(self) -> None:
-        assert self.optimizer is not None and not self.copies
-        for state in self.optimizer.state.values():
-            for tensor in filter(torch.is_tensor, state.values()):
-                self.copies.append((tensor, tensor.clone()))
-                tensor.untyped_storage().resize_(0)
 
 
 def samples(consumed: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -176,7 +117,6 @@ def train(
     root: str,
     flags: str,
     installed: bool = True,
-    offloaded: bool = False,
     queue: bool = False,
     **watch: Any,
 ) -> Told:
@@ -191,15 +131,12 @@ def train(
     if megatron.core.__version__ < "0.17":  # one strategy, and no option for it
         flags = re.sub("--async-strategy [a-z]+", "", flags)
     sys.argv = ["pretrain_gpt.py", *f"{FLAGS} --save {root} --load {root} {flags}".split()]
-    watched, optimizer = Watched(**watch), Offloaded()
+    watched = Watched(**watch)
     outcome: Told = {"error": None, "exit": None}
-    with without_cuda(), contextlib.ExitStack() as stack:
+    with without_cuda():
         settings: Told = {**TIMES}
         if watched.gate:
             settings["engine"] = "fork"  # a forked writer waits at the gate
-        if offloaded:
-            stack.enter_context(optimizer.around_steps())
-            settings["staging"] = OffloadHook(load=optimizer.load, offload=optimizer.offload)
         owner = install(**settings) if installed else contextlib.nullcontext()
         calls = AsyncCallsQueue(**TIMES)
         if queue:
@@ -212,8 +149,7 @@ def train(
             outcome["error"] = told(error)
         except SystemExit as ending:
             outcome["exit"] = ending.code or 0
-    seen = {"digests": watched.digests, "tracked": watched.tracked, "events": optimizer.events}
-    seen["children"] = watched.children
+    seen = {"digests": watched.digests, "tracked": watched.tracked}
     return {**outcome, "start": watched.start, "writers": calls._last + 1, **seen}
 
 

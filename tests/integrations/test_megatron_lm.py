@@ -253,34 +253,6 @@ def test_a_signal_saves_and_ends_the_job(train: Trainer, tmp_path: Path, how: st
     train.stock("--train-iters 5", begins=3)
 
 
-def test_an_offloaded_optimizer_is_there_for_the_save_only(train: Trainer, tmp_path: Path) -> None:
-    """Catches: state that is saved while it is offloaded (it has no memory then), or that stays
-    loaded while the writer works. Also: two writers at once, which would each hold a copy."""
-    with closing(Gate(tmp_path / "paused")) as paused, closing(Gate(tmp_path / "on")) as on:
-        job = train.start(
-            f"--train-iters 8 {ASYNC}",
-            offloaded=True,
-            gate=paused.path,
-            gated_at=4,
-            trained=on.path,
-            trained_at=6,
-        )
-        paused.arrival(job)
-        for _ in range(2):
-            on.arrival(job)
-        assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
-        paused.open()
-        on.open(2)
-        for rank in train.finish(job):
-            assert rank["error"] is None
-            assert rank["events"] == ["load", "offload"] * 4
-            children = rank[
-                "children"
-            ]  # megatron-core's queue of results is one from the beginning
-            assert max(children.values()) - children["0"] == 1
-    train.stock("--train-iters 10", begins=8)
-
-
 def test_the_integrity_of_loaded_files_is_verified(train: Trainer, version: str) -> None:
     """Catches: ``--verify-integrity`` that refuses our checkpoints, which have no file of hashes, or
     that believes them; a checkpoint of stock code with such a file that is in our way."""

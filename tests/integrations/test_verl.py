@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +45,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
-from ckptfsm.integrations.verl import rank_manager as manager_module
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.testing.fakes import FifoGate
@@ -211,92 +209,6 @@ def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: 
     save(trainer)
     trainer.checkpoints.poll(wait=True)
     assert (job.steps(), job.tracked()) == (["global_step_3"], 3)
-
-
-ROUND = ["load", "state", "fork", "offload"]
-
-
-def test_an_offloaded_optimizer_is_loaded_for_the_fork(job: Job) -> None:
-    """Catches: verl #4638 with an offloaded optimizer: the state made, or the writer forked,
-    while the optimizer is in host memory. Also: an optimizer that stays on the accelerator when
-    verl's code fails in between."""
-    trainer = job.start(async_save=True, critic=False, on_failure="warn", engine="fork")
-    group = trainer.actor_rollout_wg
-    group.call("verl_worker:offload_optimizer", "")
-    save(trainer)
-    trainer.checkpoints.poll(wait=True)
-    assert group.call("verl_worker:take_calls") == [ROUND, ROUND]
-    group.call("verl_worker:fail_in_save")
-    save(trainer)
-    with pytest.warns(UserWarning, match="No space left"):
-        trainer.checkpoints.poll(wait=True)
-    assert group.call("verl_worker:take_calls") == [["load", "state", "offload"]] * 2
-    assert job.tracked() == 1
-
-
-@pytest.mark.parametrize("failing", ["load", "offload"])
-def test_an_optimizer_that_cannot_be_moved_fails_the_save(job: Job, failing: str) -> None:
-    """Catches: ranks that wait in verl's collectives for one that ran out of memory."""
-    trainer = job.start(async_save=True, critic=False, on_failure="warn", engine="fork")
-    group = trainer.actor_rollout_wg
-    group.call("verl_worker:offload_optimizer", failing)
-    save(trainer)
-    with pytest.warns(UserWarning, match=f"{failing}: RuntimeError: made up: out of memory"):
-        trainer.checkpoints.poll(wait=True)
-    calls = ["load", "offload"] if failing == "load" else ROUND
-    assert group.call("verl_worker:take_calls") == [calls, calls]
-    assert not (job.root / TRACKER).exists()
-
-
-def of_verl(kind: Any, manager: Any) -> Any:
-    """A worker or an engine of verl's with its optimizer offloaded."""
-    worker = kind.__new__(kind)
-    worker._is_offload_optimizer = True
-    worker.checkpoint_mananager = manager
-    return worker
-
-
-def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: an optimizer that is never loaded, or is loaded twice, or has nowhere to go."""
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
-
-    monkeypatch.setattr(manager_module, "has_accelerator", lambda: True)
-    manager = MegatronCheckpointManager.__new__(MegatronCheckpointManager)
-    manager.optimizer, manager.checkpoint_config = object(), SimpleNamespace(async_save=True)
-    manager.checkpoint_save_contents = ["model", "optimizer"]
-    engine = of_verl(MegatronEngine, manager)
-    staging_of = manager_module.staging_of
-    assert staging_of(engine, manager) is not None
-    if not NEW:
-        from verl.workers.megatron_workers import ActorRolloutRefWorker, CriticWorker
-
-        assert staging_of(of_verl(CriticWorker, manager), manager) is not None
-        actor = of_verl(ActorRolloutRefWorker, manager)
-        assert staging_of(actor, manager) is None, "verl does it"
-        manager.checkpoint_config.async_save = False
-        assert staging_of(actor, manager) is not None, "verl does it with async_save only"
-    fsdp = FSDPCheckpointManager.__new__(FSDPCheckpointManager)
-    fsdp.optimizer, fsdp.checkpoint_save_contents = object(), ["optimizer"]
-    fsdp.checkpoint_config = manager.checkpoint_config
-    monkeypatch.setattr("verl.utils.device.get_device_id", lambda: 0)
-    hook = staging_of(of_verl(FSDPEngine, fsdp), fsdp)
-    assert (hook.load.func.__name__, hook.load.args) == ("load_fsdp_optimizer", (fsdp.optimizer, 0))
-    assert hook.offload.func.__name__ == "offload_fsdp_optimizer"
-    other = SimpleNamespace(optimizer=object(), should_save_optimizer=True)
-    other.checkpoint_config = manager.checkpoint_config
-    assert staging_of(of_verl(FSDPEngine, other), other) is None, "nobody knows how"
-    engine._is_offload_optimizer = False
-    assert staging_of(engine, manager) is None
-    engine._is_offload_optimizer, manager.optimizer = True, None
-    assert staging_of(engine, manager) is None, "it only ever computes forward"
-    manager.optimizer, manager.checkpoint_save_contents = object(), ["model"]
-    assert staging_of(engine, manager) is None, "it is not saved"
-    manager.checkpoint_save_contents = ["optimizer"]
-    monkeypatch.setattr(manager_module, "has_accelerator", lambda: False)
-    assert staging_of(engine, manager) is None
 
 
 @pytest.mark.skipif(CORE < (0, 17), reason="megatron-core before 0.17 has the module stock imports")

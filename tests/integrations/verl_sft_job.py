@@ -13,7 +13,6 @@ Run as a script: ``verl_sft_job.py ADDRESS`` serves until its parent is gone.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import signal
 import sys
@@ -29,8 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import verl.utils.distributed as verl_distributed
-import verl.utils.fsdp_utils as verl_memory
-import verl.workers.engine.fsdp.transformer_impl as fsdp_engine
 import verl_cpu  # noqa: F401  (the platform)
 from megatron.core import mpu, tensor_parallel
 from transformers import LlamaConfig
@@ -43,7 +40,6 @@ from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
 from ckptfsm.demo.model import Trainer, initialize_parallel
 from ckptfsm.integrations.verl import install
-from ckptfsm.integrations.verl import rank_manager as ours_in_worker
 from ckptfsm.integrations.verl import sft as ours
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.transport import GlooTransport
@@ -146,11 +142,6 @@ class Rank:
             hold_writers(Path(what["hold"]), self.rank)
         if what.get("verify_slowly"):
             verify_slowly(self.notes)
-        if what.get("offload"):
-            offload_optimizer()
-            ours_in_worker.has_accelerator = _yes
-        if what.get("offload") == "without our hook":
-            ours_in_worker.staging_of = _none
         if what["stock"]:
             sft_trainer.main()
         elif what.get("options") is not None:
@@ -177,8 +168,6 @@ class Rank:
         def train_batch(worker: Any, data: Any) -> Any:
             rank.before_batch(data)
             output = stock_train(worker, data)  # loads the optimizer
-            if rank.what.get("offload"):  # verl does not: this CPU is its accelerator
-                offload(worker.engine.optimizer)
             rank.notes["state"] = fingerprint(worker.engine)
             return output
 
@@ -200,7 +189,6 @@ class Rank:
         self.notes["at"].append([tracker.read_text().strip() if tracker.exists() else "", steps])
         self.save()
         if number == self.what.get("open_at"):
-            self.notes["private"] = private_bytes_of_writers()
             Path(self.what["hold"]).touch()
         if number == self.what.get("wait_at"):
             (self.place / f"waits-{self.rank}").touch()
@@ -268,65 +256,6 @@ def hold_writers(gate: Path, rank: int) -> None:
 
     GroupShare.write = write  # type: ignore[method-assign]
     GroupShare.portable = False  # type: ignore[assignment, method-assign]  # so it is forked
-
-
-def private_bytes_of_writers() -> int:
-    """Bytes that only the forked writers of this rank still hold.
-
-    The engine's process is another program, and takes 250 MB once it imports torch.
-    """
-    tasks = Path("/proc/self/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    places = [Path("/proc", pid) for pid in children]
-    program = Path("/proc/self/cmdline").read_bytes()
-    texts = [
-        (place / "smaps_rollup").read_text()
-        for place in places
-        if (place / "cmdline").read_bytes() == program
-    ]
-    rows = [line.split() for text in texts for line in text.splitlines()]
-    return sum(int(row[1]) * 1024 for row in rows if row[0].startswith("Private_"))
-
-
-def offload_optimizer() -> None:
-    """Keep FSDP's optimizer in host memory but for its steps, as with an accelerator.
-
-    Pages that a forked child does not have play the accelerator's memory.
-    """
-    for module in (verl_memory, fsdp_engine):
-        module.load_fsdp_optimizer = load  # type: ignore[attr-defined]
-        module.offload_fsdp_optimizer = offload  # type: ignore[attr-defined]
-
-
-def load(optimizer: Any, device: Any) -> None:
-    _move(optimizer, _on_device)
-
-
-def offload(optimizer: Any) -> None:
-    _move(optimizer, torch.clone)
-
-
-def _move(optimizer: Any, moved: Any) -> None:
-    for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name]._local_tensor = moved(state[name]._local_tensor)
-
-
-def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.numel():
-        return tensor
-    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    there = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-    return there.copy_(tensor)
-
-
-def _yes() -> bool:
-    return True
-
-
-def _none(holder: Any, manager: Any) -> None:
-    return None
 
 
 # --------------------------------------------------------------------------------------- serving

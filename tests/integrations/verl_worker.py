@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import verl.utils.checkpoint.megatron_checkpoint_manager as stock
-import verl.utils.megatron_utils as verl_memory
 from megatron.core import mpu, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
@@ -188,47 +187,6 @@ def fail_in_save(worker: VerlWorker) -> None:
     manager = worker.checkpoint_mananager._manager
     if dist.get_rank() == 0:
         manager.save_checkpoint = partial(_fail, manager.save_checkpoint)
-
-
-def offload_optimizer(worker: VerlWorker, failing: str) -> None:
-    """Before ours is put in: an offloaded optimizer, an accelerator, and notes of the order of calls.
-
-    ``failing``: the call, load or offload, that raises on the last rank.
-    """
-    calls: list[str] = []
-    worker._is_offload_optimizer = True  # type: ignore[attr-defined]
-    worker.calls = calls  # type: ignore[attr-defined]
-    for call in ("load", "offload"):
-        failed = call == failing and dist.get_rank() == dist.get_world_size() - 1
-        setattr(verl_memory, f"{call}_megatron_optimizer", partial(_moved, calls, call, failed))
-    ours.has_accelerator = _yes
-    manager = worker.checkpoint_mananager
-    manager.save_checkpoint = partial(_noted, calls, "state", manager.save_checkpoint)
-    os.fork = partial(_noted, calls, "fork", os.fork)
-
-
-def take_calls(worker: VerlWorker) -> list[str]:
-    """The calls noted since the last time."""
-    calls: list[str] = worker.calls  # type: ignore[attr-defined]
-    taken = list(calls)
-    calls.clear()
-    return taken
-
-
-def _moved(calls: list[str], call: str, failed: bool, optimizer: Optimizer) -> None:
-    assert isinstance(optimizer, Optimizer)
-    calls.append(call)
-    if failed:
-        raise RuntimeError("made up: out of memory")
-
-
-def _noted(calls: list[str], call: str, stock: Any, *arguments: Any, **keywords: Any) -> Any:
-    calls.append(call)
-    return stock(*arguments, **keywords)
-
-
-def _yes() -> bool:
-    return True
 
 
 class PlainFiles(BaseCheckpointManager):

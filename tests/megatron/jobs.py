@@ -21,7 +21,6 @@ import socket
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ from ckptfsm import (  # noqa: E402
     FileTree,
     ForeignRequest,
     GroupWorker,
-    OffloadHook,
     PerRank,
     SaveHandle,
     Ticket,
@@ -967,77 +965,6 @@ def save_what_changes(here: Here, root: str, kind: str) -> Told:
             "equal": torch.equal(found.state["w"], before),
             "copied": staged != [tensor.data_ptr()],
             "excess": sum(p.stat().st_size for p in shards) - before.nbytes,
-        }
-
-
-class Offloaded:
-    """An Adam whose moments are loaded and offloaded. The accelerator is made up: arrays of
-    numpy's, which tell when they are no longer held."""
-
-    def __init__(self, rank: int) -> None:
-        self.weight = torch.nn.Parameter(torch.full((ROWS, 64), float(rank)))
-        self.optimizer = torch.optim.Adam([self.weight])
-        self.calls: list[str] = []
-        self.held: list[int] = []
-        self.failing = False
-        self._loaded: list[weakref.ref[Any]] = []
-
-    def step(self) -> None:
-        self.weight.grad = torch.ones_like(self.weight)
-        self.optimizer.step()
-
-    def load(self) -> None:
-        self.calls.append("load")
-        for key in ("exp_avg", "exp_avg_sq"):
-            array = self.moments[key].numpy().copy()
-            self._loaded.append(weakref.ref(array))
-            self.moments[key] = torch.from_numpy(array)
-            if self.failing:
-                raise torch.OutOfMemoryError("out of memory")
-
-    def offload(self) -> None:
-        self.calls.append("offload")
-        for key in ("exp_avg", "exp_avg_sq"):
-            self.moments[key] = self.moments[key].clone()
-        self.held.append(sum(ref() is not None for ref in self._loaded))
-
-    @property
-    def moments(self) -> dict[str, torch.Tensor]:
-        return self.optimizer.state[self.weight]
-
-    def state(self, here: Here) -> dict[str, Any]:
-        self.calls.append("state")
-        place = (0, here.rank, here.world_size)
-        named = {key: self.moments[key] for key in ("exp_avg", "exp_avg_sq")}
-        return {k: ShardedTensor.from_rank_offsets(k, v, place) for k, v in named.items()}
-
-
-def save_offloaded(here: Here, root: str) -> Told:
-    """Step 1 is saved; at step 2 rank 1 cannot load; step 3 is saved again."""
-    trainer = Offloaded(here.rank)
-    trainer.step()
-    staging = OffloadHook(trainer.load, trainer.offload)
-    with managed(here, root, staging=staging) as manager:
-        errors, equal = [], []
-        for step in (1, 2, 3):
-            trainer.failing = step == 2 and here.rank == 1
-            before = {k: trainer.moments[k].clone() for k in ("exp_avg", "exp_avg_sq")}
-            try:
-                handle = manager.save(step, partial(trainer.state, here))
-            except CkptFsmError as error:
-                errors.append(told(error))
-                continue
-            trainer.step()
-            errors.append(tell(handle.wait))
-            found = manager.restore(trainer.state(here), step=step)
-            assert found is not None
-            equal.append(all(torch.equal(found.state[k], v) for k, v in before.items()))
-        return {
-            "errors": errors,
-            "equal": equal,
-            "calls": trainer.calls,
-            "held": trainer.held,
-            "steps": manager.all_steps(),
         }
 
 

@@ -1,11 +1,11 @@
-"""Whose memory a writer reads: a state that changes behind ``save``, an offloaded optimizer."""
+"""Whose memory a writer reads: a state that changes behind ``save``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, tracked_step
+from cluster import Cluster
 
 pytestmark = pytest.mark.megatron
 
@@ -22,20 +22,3 @@ def test_cpu_tensors_are_frozen_by_the_fork_or_copied(
     assert said["equal"], "it was written after it was changed"
     assert said["copied"] == copied
     assert said["excess"] < 4096
-
-
-def test_an_offloaded_optimizer_is_loaded_around_each_save(cluster: Cluster, root: Path) -> None:
-    """Would catch: moments of before they were loaded or after the next step, an accelerator that
-    the library keeps full. A rank left in a collective when another is out of memory."""
-    ranks = cluster.run("save_offloaded", root=str(root))
-    for said in ranks:
-        first, second, third = said["errors"]
-        assert (first, third) == (None, None)
-        assert second["type"] == "SaveRefused"
-        assert "rank 1" in second["text"] and "out of memory" in second["text"]
-        assert said["equal"] == [True, True]
-        assert said["held"] == [0, 0, 0], "the loaded moments could not be freed"
-        saved = ["load", "state", "offload", "state"]
-        assert said["calls"] == [*saved, "load", "offload", *saved]
-        assert said["steps"] == [1, 3]
-    assert tracked_step(root) == 3

@@ -289,15 +289,6 @@ VERL = (
         why="the save ends at its deadline only, without a reason",
     ),
     mutant(
-        "parts-are-made-though-a-rank-did-not-load",
-        "ranks.group_worker:_parts_of",
-        "if not stage.loaded:\n    return {}",
-        "",
-        breaks="I10",
-        source="verl #4638 / #4667",
-        why="verl's code holds collectives",
-    ),
-    mutant(
         "a-later-subclass-is-taken-over",
         "integrations.verl.trainer:_New.__call__",
         "if own is not self.saver:",

@@ -121,7 +121,7 @@ WRITERS = (
         ),
         breaks="I10",
         source="verl #4638",
-        why="a loaded optimizer that is offloaded after the save stays in memory",
+        why="state that the trainer lets go of after the save stays in memory",
     ),
     mutant(
         "what-hangs-in-its-fork-is-left-there",

@@ -13,21 +13,17 @@ Rules:
   argument through unchanged. A save without a ticket is refused, because no driver would finalize
   it.
 - Errors of verl's code are carried to the group's exchange: no other rank is left waiting there.
-- An optimizer that verl keeps in host memory (Megatron, FSDP) is loaded before verl makes the
-  state. After the fork it is offloaded again. Both use verl's functions, unless verl's worker does
-  so itself.
+- An optimizer that verl keeps in host memory is copied from there, like all other state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +35,6 @@ from ckptfsm.core.errors import ConfigError, SaveFailed
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import OffloadHook
 from ckptfsm.megatron.checkpoint_manager import GroupWorker
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.ranks.group_worker import BaseGroupWorker
@@ -47,7 +42,6 @@ from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree
 
 _FUNNEL = "save_dist_checkpointing"  # every torch_dist save of verl calls it
-_FSDP = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _ATTRIBUTES = ("checkpoint_mananager", "checkpoint_manager")  # verl's spelling, and the right one
 _WITHIN = ("", "engine", "actor.engine")
 
@@ -199,52 +193,6 @@ def _written_already(directory: str) -> None:
     """
 
 
-def staging_of(holder: Any, manager: Any) -> OffloadHook | None:
-    """The hook that loads and offloads the optimizer of ``holder``, a worker or an engine of verl.
-
-    A forked writer would keep the optimizer's host memory while it runs, with FSDP too.
-
-    None if the optimizer is not offloaded or not saved, if there is no accelerator, or the engine
-    is unknown. Also None if the holder's ``save_checkpoint`` loads it (0.7's actor, with
-    ``async_save``).
-    """
-    if not getattr(holder, "_is_offload_optimizer", False) or not has_accelerator():
-        return None
-    optimizer = manager.optimizer
-    if (
-        optimizer is None
-        or not manager.should_save_optimizer
-        or _loads_itself(type(holder), manager)
-    ):
-        return None
-    if _module_of(manager) is not None:
-        memory: Any = import_module("verl.utils.megatron_utils")
-        return OffloadHook(
-            partial(memory.load_megatron_optimizer, optimizer),
-            partial(memory.offload_megatron_optimizer, optimizer),
-        )
-    if any(kind.__module__ == _FSDP for kind in type(manager).__mro__):
-        memory, device = import_module("verl.utils.fsdp_utils"), import_module("verl.utils.device")
-        return OffloadHook(
-            partial(memory.load_fsdp_optimizer, optimizer, device.get_device_id()),
-            partial(memory.offload_fsdp_optimizer, optimizer),
-        )
-    return None
-
-
-def _loads_itself(kind: type, manager: Any) -> bool:
-    """True if the ``save_checkpoint`` of a verl class calls the function that loads."""
-    save: Any = inspect.unwrap(getattr(kind, "save_checkpoint", _loads_itself))
-    loads = "load_megatron_optimizer" in save.__code__.co_names
-    return loads and bool(manager.checkpoint_config.async_save)
-
-
-def has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
-
-
 # ------------------------------------------------------------------------- called in a verl worker
 
 
@@ -257,7 +205,7 @@ def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> No
     detach(worker, role)  # closes a previous one, even if the next one fails
     holder, attribute = _place_of_manager(worker, role)
     manager = getattr(holder, attribute)
-    ours = GroupWorker(root, settings, staging=staging_of(holder, manager))
+    ours = GroupWorker(root, settings)
     beside = getattr(worker, "beside", None)
     setattr(holder, attribute, VerlCheckpointManager(manager, ours, beside))
 

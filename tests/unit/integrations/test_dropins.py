@@ -39,7 +39,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import STAGING, TRACKER
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import OffloadHook
 from ckptfsm.disk.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 from ckptfsm.writers import rank_writer
@@ -555,100 +554,6 @@ def test_install_without_a_holder_says_where_queues_are_held(
     assert trainer._async_calls_queue is None
 
 
-class Offloaded:
-    """An optimizer that is loaded around a save: its calls, in order. ``failing`` calls raise."""
-
-    def __init__(self, *failing: str) -> None:
-        self.calls: list[str] = []
-        self.failing = failing
-        self.staging = OffloadHook(partial(self.note, "load"), partial(self.note, "offload"))
-
-    def note(self, call: str, *_: Any, **__: Any) -> None:
-        self.calls.append(call)
-        if call in self.failing:
-            raise OSError(f"no {call}")
-
-    def noting(self, call: str, work: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        self.note(call)
-        return work(*arguments, **keywords)
-
-    def watch_forks(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-        fork_child = importlib.import_module("ckptfsm.adapters.fork").fork_child
-        monkeypatch.setattr(module, partial(self.noting, "fork", fork_child))
-
-
-@pytest.mark.parametrize(
-    ("failing", "calls", "seen"),
-    [
-        ("", ["load", "request", "offload"], [0]),
-        ("request", ["load", "request", "offload"], SaveFailed),
-        ("offload", ["load", "request", "offload"], SaveFailed),
-        ("load", ["load", "offload"], "no load"),
-    ],
-)
-def test_a_queue_loads_before_the_request_and_offloads_after_the_fork(
-    ranks: Any, failing: str, calls: list[str], seen: Any
-) -> None:
-    """Catches: a request of state in host memory, an accelerator that stays full when a save does
-    not begin, a rank that makes its request, which holds collectives, alone."""
-
-    def work(transport: ThreadTransport) -> Any:
-        optimizer = Offloaded(*([failing] if transport.rank == 1 else []))
-        here = Rank(transport, staging=optimizer.staging)
-        make = partial(optimizer.noting, "request", here.request, "a")
-        try:
-            here.queue.schedule_async_request(make)
-        except SaveFailed as error:
-            return optimizer.calls, error.message[-7:], here.queue.get_num_unfinalized_calls()
-        return optimizer.calls, here.finish(), here.queue.get_num_unfinalized_calls()
-
-    assert ranks(work) == [(calls, seen, 0)] * 2
-
-
-@pytest.mark.parametrize("failing", ["", "fork"])
-def test_a_ready_made_request_is_only_offloaded_once_it_was_forked(
-    ranks: Any, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    """Catches: gigabytes loaded for a request that was made before; an offload before the fork, or
-    none because the fork failed."""
-    optimizer = Offloaded(failing)
-    optimizer.watch_forks(monkeypatch, "ckptfsm.integrations.queue.fork_child")
-
-    def work(transport: ThreadTransport) -> Any:
-        here = Rank(transport, staging=optimizer.staging if transport.rank == 0 else None)
-        if here.rank == 0:
-            here.queue.schedule_async_request(here.request("a"))
-        return None
-
-    ranks(work)
-    assert optimizer.calls == ["fork", "offload"]
-
-
-def test_a_begun_checkpoint_is_loaded_around_as_a_whole(tmp_path: Path) -> None:
-    """Catches: parts that are made when they are scheduled: before they were loaded."""
-    from megatron.core import dist_checkpointing
-
-    from ckptfsm.integrations.queue import AsyncCallsQueue
-    from ckptfsm.megatron.compat import cpu_devices
-
-    def request(directory: str) -> Any:
-        os.makedirs(directory)
-        state = Model().sharded_state_dict(1)
-        return dist_checkpointing.save(state, directory, async_sharded_save=True, **strategy())
-
-    optimizer = Offloaded()
-    queue = AsyncCallsQueue(staging=optimizer.staging, writer_files=1, exit_timeout_s=0.5)
-    step = f"{tmp_path}/root/iter_0000001"
-    with cpu_devices(), one_rank():
-        queue.begin(1, step, ["a", "b"])
-        for part in "ab":
-            make = partial(request, f"{step}/{part}")
-            queue.schedule_async_request(partial(optimizer.noting, part, make))
-        queue.close()
-    assert optimizer.calls == ["load", "a", "b", "offload"]
-    assert (tmp_path / "root" / TRACKER).read_text().strip() == "1"
-
-
 def test_F5_a_queue_goes_on_while_the_tracker_is_blocked(tmp_path: Path) -> None:
     """Catches: a trainer that stands still in ``schedule_async_request``; a request that was skipped and
     is taken for finalized."""
@@ -795,15 +700,13 @@ class Training:
     global_vars: Any
 
     @contextlib.contextmanager
-    def installed(
-        self, staging: OffloadHook | None = None, settings: Mapping[str, Any] = {}, **args: Any
-    ) -> Iterator[Any]:
+    def installed(self, settings: Mapping[str, Any] = {}, **args: Any) -> Iterator[Any]:
         from ckptfsm.integrations.megatron_lm import install
         from ckptfsm.megatron.compat import cpu_devices
 
         self.args = self.global_vars.set_args(save=str(self.root), load=str(self.root), **args)
         quick = {"exit_timeout_s": 0.5, **settings}
-        with cpu_devices(), install("trainer_lm", staging=staging, **quick) as dropin:
+        with cpu_devices(), install("trainer_lm", **quick) as dropin:
             yield dropin
 
     def save(self, iteration: int, model: Model | None = None, **how: Any) -> None:
@@ -835,60 +738,11 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
 REPORTS = ["onelogger", "wandb"]
 
 
-@pytest.mark.parametrize("failing", ["", "state", "fork"])
-def test_megatron_lm_loads_before_the_state_and_offloads_after_the_fork(
-    training: Training, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    """Catches: a state that lies in host memory, an offload that the writer sees, an accelerator
-    that stays full when the save does not begin. A run with asynchronous saves ever after."""
-    optimizer = Offloaded(failing)
-    optimizer.watch_forks(monkeypatch, "ckptfsm.writers.rank_writer.fork_child")
-    model = Model()
-    make = model.sharded_state_dict
-    monkeypatch.setattr(model, "sharded_state_dict", partial(optimizer.noting, "state", make))
-    forks = {"engine": "fork"}
-    with training.installed(optimizer.staging, forks, async_save=False):
-        with pytest.raises((SaveRefused, SaveFailed)) if failing else contextlib.nullcontext():
-            training.save(2, model)
-        begun = ["load", "state"] if failing == "state" else ["load", "state", "fork"]
-        assert optimizer.calls == [*begun, "offload"]
-        assert training.args.async_save is False
-        optimizer.failing = ()
-        training.save(4, model)
-        assert (training.tracked(), training.iterations()) == ("4", [4] if failing else [2, 4])
-        assert training.ran[-2:] == [f"{who} 4" for who in REPORTS]
-
-
-def test_checkpoints_of_a_custom_trainer_are_loaded_around_too(training: Training) -> None:
-    """Catches: a hook that works under ``install`` only, or not for requests."""
-    from megatron.core import dist_checkpointing
-
-    from ckptfsm.integrations.megatron_lm import MegatronLMCheckpoints
-    from ckptfsm.megatron.compat import cpu_devices
-
-    def request() -> Any:
-        directory = training.root / "iter_0000004"
-        directory.mkdir()
-        state = Model().sharded_state_dict(4)
-        return dist_checkpointing.save(state, str(directory), async_sharded_save=True, **strategy())
-
-    optimizer = Offloaded()
-    ckpts = MegatronLMCheckpoints(
-        training.root, staging=optimizer.staging, writer_files=1, exit_timeout_s=0.5
-    )
-    with cpu_devices():
-        ckpts.save(2, partial(optimizer.noting, "state", Model().sharded_state_dict, 2))
-        ckpts.schedule_async_save(partial(optimizer.noting, "request", request), iteration=4)
-        ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
-    assert optimizer.calls == ["load", "state", "offload", "load", "request", "offload"]
-    assert (training.tracked(), training.iterations()) == ("4", [2, 4])
-
-
 def test_hooks_hear_of_the_save_directory_alone(training: Training) -> None:
     """Catches: metrics that stay empty under Megatron-LM, or that mix two roots."""
     heard: list[Any] = []
     settings = {"hooks": [heard.append]}
-    with training.installed(None, settings, non_persistent_ckpt_type="global"):
+    with training.installed(settings, non_persistent_ckpt_type="global"):
         training.save(2)
         training.finalize()
         training.save(4, non_persistent_ckpt=True)
@@ -998,7 +852,7 @@ def test_I7_the_cleanup_by_names_does_not_run(training: Training) -> None:
     """Catches: the tracked directory deleted for the sake of a newer non-persistent one that is
     partial."""
     place = "non_persistent"
-    with training.installed(None, {"engine": "fork"}, non_persistent_ckpt_type="global"):
+    with training.installed({"engine": "fork"}, non_persistent_ckpt_type="global"):
         training.save(2, non_persistent_ckpt=True)
         training.finalize()
         (training.root / place / "iter_0000009").mkdir()

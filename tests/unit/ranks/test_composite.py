@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from groups import GroupJob
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, RankFailed, SaveFailed, SaveRefused
+from ckptfsm.core.events import Failed
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import OptionalPart, PartSpec
 from ckptfsm.core.retention import LatestN
@@ -386,6 +388,40 @@ def test_I3_every_rank_of_a_group_writes_files_of_a_tree(tmp_path):
         assert {each for each in listed if each.startswith(f"{name}/loader/")} == found
         assert all((tmp_path / "iter_0000001" / each).is_file() for each in found)
     assert list((tmp_path / "iter_0000001/.ckptfsm").glob("tree-*")) == []
+
+
+def made(given: Iterator[Any]) -> Any:
+    parts = next(given)
+    if isinstance(parts, Exception):
+        raise parts
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([{"model": {"w": 1}}, {"optim": {"w": 2}}], "names the directories"),
+        (
+            [{"model": {"w": 1}}, {"model": {"w": 1}, "optim": None}],
+            "parts that rank 0 does not ask for",
+        ),
+        ([{"model": {"w": 1}}, None], "maps directories"),
+        ([{"model": {"w": 1}}, ["model"]], "maps directories"),
+        ([{"model": {"w": 1}}, {1: {"w": 1}, "model": {"w": 1}}], "maps directories"),
+        ([{"model": {"w": 1}}, RuntimeError("out of memory")], "RuntimeError: out of memory"),
+    ],
+)
+def test_I3_parts_that_do_not_fit_together_fail_the_save(tmp_path: Path, given: Any, words: str):
+    """Catches: a checkpoint that is tracked and cannot be loaded, as one rank's shard lies where the
+    others' metadata does not look; ranks that wait for one that raised alone."""
+    job = GroupJob(tmp_path / "root", {"actor": 2})
+    save, make = job.begin(1), partial(made, iter(given))
+    events = job.groups["actor"].write(save.tickets["actor"], [None, None], parts=make)
+    assert {type(event) for event in events} == {Failed}
+    job.controller.feed(events)
+    with pytest.raises(SaveFailed, match=words):
+        save.handle.wait()
+    job.controller.abandon()
 
 
 def test_I4_two_ranks_that_write_one_name_fail_the_save(tmp_path):

@@ -1320,8 +1320,8 @@ class PassingDriver(FakeDriver):
 
 
 def test_nothing_of_the_state_is_held_once_a_writer_has_it(run: Run):
-    """Catches: memory of the trainer, or a copy of it, that stays while the writer writes. Where an
-    optimizer is loaded for a save and offloaded after it, that memory is never free again."""
+    """Catches: memory of the trainer, or a copy of it, that stays while the writer writes: a trainer
+    that lets go of its state after a save needs that memory."""
     manager = run.open(driver=PassingDriver())
     state = Moments(weights(1))
     held = weakref.ref(state)

@@ -37,19 +37,6 @@ class StillClock(ShiftedClock):
         return self._shift_s
 
 
-class SlowOffload:
-    """An offloaded optimizer that takes three seconds to load."""
-
-    def __init__(self, clock: ShiftedClock) -> None:
-        self._clock = clock
-
-    def load(self) -> None:
-        self._clock.advance(3.0)
-
-    def offload(self) -> None:
-        """Nothing to do."""
-
-
 class LateReader:
     """A writer that has read the state once the trainer has waited for two seconds."""
 
@@ -94,10 +81,10 @@ def opened(tmp_path, *hooks, settings=(), **ports) -> Manager:
 
 
 def test_a_save_tells_how_long_it_kept_the_trainer(tmp_path, heard):
-    """Catches: a stall that leaves out the staging, or that is told before the call has ended."""
+    """Catches: a stall without the making of the state, or that is told before the call has ended."""
     clock = StillClock()
-    manager = opened(tmp_path, heard, clock=clock, staging=SlowOffload(clock))
-    manager.save(10, weights(10))
+    manager = opened(tmp_path, heard, clock=clock)
+    manager.save(10, lambda: clock.advance(3.0) or weights(10))
     assert heard.notes == [Stalled(10, 3.0)]
     manager.close()
     assert heard.states[-1] == "tracked"
