@@ -52,9 +52,10 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "queue": ("AsyncCallsQueue", "install", "Installed"),
         "megatron_lm": ("MegatronLMCheckpoints", "retain", "install", "InstalledTraining"),
         "ray": ("RayController",),
-        "verl.trainer": ("install", "install_in_verl", "Checkpoints", "retention_of"),
+        "verl": ("install", "install_in_verl"),
+        "verl.trainer": ("Checkpoints", "retention_of"),
         "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "Copy"),
-        "verl.workers": ("Calls", "RayCalls"),
+        "workers": ("Calls", "RayCalls"),
         "metrics.prometheus": ("PrometheusMetrics",),
         "metrics.spans": ("CheckpointSpans",),
         "metrics.scalars": ("TensorBoardScalars", "WandbScalars"),
@@ -269,9 +270,9 @@ def _tree(module: str) -> ast.Module:
     """The source of a module of this package, which is not imported."""
     spec = find_spec("ckptfsm")
     assert spec is not None and spec.submodule_search_locations
-    inner = module.removeprefix("ckptfsm.").replace(".", "/")
-    text = (Path(spec.submodule_search_locations[0]) / f"{inner}.py").read_text(encoding="utf-8")
-    return ast.parse(text)
+    place = Path(spec.submodule_search_locations[0], *module.split(".")[1:])
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _definition(name: str, module: str) -> ast.ClassDef | ast.FunctionDef:

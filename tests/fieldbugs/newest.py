@@ -11,7 +11,7 @@ from proof.fuzz import common_archive, written_metadata
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.disk.stock import StockVerdict, inspect_stock
-from ckptfsm.integrations.verl.position import is_within_an_epoch
+from ckptfsm.integrations.verl.ranks import is_within_an_epoch
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from fieldbugs.model import Action
 from fieldbugs.player import Player, RealTrainer, SimTrainer

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,7 +18,8 @@ pytest.importorskip("ray")
 import ray
 
 from ckptfsm.integrations.verl import install
-from ckptfsm.integrations.verl.workers import RayCalls, RoleGroups
+from ckptfsm.integrations.verl.trainer import attach, poll
+from ckptfsm.integrations.workers import RayCalls, WorkerCalls
 
 pytestmark = pytest.mark.megatron
 LIMIT_S = 60.0
@@ -82,11 +84,12 @@ def test_roles_in_one_process_are_attached_polled_and_lost(local_ray: None, tmp_
     """Catches: a role that is not found in verl's colocated worker; a poll that waits for a busy
     worker; a dead worker that stays unnoticed."""
     actors = [ray.remote(Colocated).options(num_cpus=0).remote()]
-    both = {role: SimpleNamespace(workers=actors) for role in ("actor", "critic")}
-    calls = RayCalls()
-    groups = RoleGroups(both, calls)
+    roles, calls, lost = ("actor", "critic"), RayCalls(), Mock()
+    groups = WorkerCalls(dict.fromkeys(roles, actors), calls)
     assert groups.sizes == {"actor": 1, "critic": 1}
-    groups.attach(str(tmp_path), {}, 300.0)  # its process imports torch and megatron-core
+    # Its process imports torch and megatron-core.
+    groups.call_all({role: (attach, role, str(tmp_path), {}) for role in roles}, 300.0)
+    questions = {role: (poll, role, ()) for role in roles}
     names = ended(calls, calls.submit(actors[0], manager_names))
     assert names == ["VerlCheckpointManager"] * 2
     with pytest.raises(Exception, match="made up"):
@@ -94,16 +97,19 @@ def test_roles_in_one_process_are_attached_polled_and_lost(local_ray: None, tmp_
     pid = ended(calls, calls.submit(actors[0], process_of))
     napping = calls.submit(actors[0], nap)
     for _ in range(3):
-        assert groups.poll(()) == []
+        assert list(groups.poll(questions, 0.0, lost)) == []
     assert not calls.done([napping], 0), "it waited for a worker that is busy"
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + LIMIT_S
-    while len(groups.lost) < 2:
+    while lost.call_count < 2:
         assert time.monotonic() < deadline
-        groups.poll(())
-    assert sorted((lost.role, lost.rank) for lost in groups.lost) == [("actor", 0), ("critic", 0)]
-    groups.lost.clear()
-    assert groups.poll(()) == [] and not groups.lost, "said once"
+        assert list(groups.poll(questions, 0.0, lost)) == []
+    assert sorted(call.args[:2] for call in lost.call_args_list) == [
+        ("actor", [0]),
+        ("critic", [0]),
+    ]
+    lost.reset_mock()
+    assert list(groups.poll(questions, 0.0, lost)) == [] and not lost.called, "said once"
 
 
 CONTENTS = ["model", "optimizer", "extra"]

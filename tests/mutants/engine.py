@@ -285,8 +285,8 @@ MUTANTS = (
     mutant(
         "a-save-without-a-copy-does-not-wait",
         "ranks.share:Share.write",
-        "self.writer.must_wait or",
-        "False or",
+        "if self.writer.must_wait:",
+        "if False:",
         breaks="I5",
         source="order",
         why="the trainer changes its state while the writer reads it",

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before others fail of these
+import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
 # isort: split
 from ckptfsm.core.errors import ConfigError, SaveFailed

@@ -23,7 +23,7 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, cast
 
-from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before others fail of these
+import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
 # isort: split
 import torch
@@ -34,11 +34,18 @@ from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.rank_manager import detach
-from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
-from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, of_verl, root_of
-from ckptfsm.integrations.verl.workers import RoleGroups
+from ckptfsm.integrations.verl.ranks import InsideCall, Ranks, is_within_an_epoch
+from ckptfsm.integrations.verl.trainer import (
+    Checkpoints,
+    Options,
+    Trainer,
+    check_settings,
+    of_verl,
+    root_of,
+    subclass_of,
+)
+from ckptfsm.integrations.workers import Calls
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.controller import Controller, controller_config
 from ckptfsm.ranks.restoring import Restorer
@@ -114,8 +121,11 @@ class RootOfSft(Checkpoints):
         super().__init__(trainer, options)
         self._ranks = ranks
 
-    def _make_groups(self) -> RoleGroups:
-        return RoleGroups({_ROLE: Group(self._ranks)}, self._ranks)
+    def _make_groups(self) -> dict[str, Any]:
+        return {_ROLE: Group(self._ranks)}
+
+    def _calls(self) -> Calls:
+        return self._ranks
 
     def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
         """A controller with waits that an interrupt ends, but not inside a call that the other
@@ -253,20 +263,21 @@ class SftCheckpoints:
         return stock(*arguments, **keywords)
 
 
-def install_sft(kind: type, options: Options) -> type:
+def install_sft(kind: Trainer, options: Options) -> Trainer:
     """A subclass of verl's SFT trainer with our checkpoints. Raises ``ConfigError``."""
+    if not isinstance(kind, type):
+        raise ConfigError("this trainer has loaded already: install its class")
+    check_settings(options)
     if not all(hasattr(kind, name) for name in ("_build_ckpt_handler", "fit")):
         raise ConfigError(f"this verl's {kind.__name__} builds no checkpoint handler")
     if options.extra_parts is not None:
         raise ConfigError("a checkpoint of the SFT trainer has no extra_parts")
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "checkpoints": None,
-        "_build_ckpt_handler": partialmethod(_build_handler, kind, options),
-        "fit": partialmethod(_fit, kind),
-    }
-    return type(kind.__name__, (kind,), names)
+    subclass = subclass_of(
+        kind,
+        _build_ckpt_handler=partialmethod(_build_handler, kind, options),
+        fit=partialmethod(_fit, kind),
+    )
+    return cast(Trainer, subclass)
 
 
 def _build_handler(trainer: Any, kind: Any, options: Options) -> None:
@@ -289,7 +300,7 @@ def _fit(trainer: Any, kind: Any) -> Any:
 def main() -> None:
     """Run verl's ``main`` with these checkpoints. Raises ``ConfigError`` if verl is not installed."""
     module = of_verl("verl.trainer.sft_trainer")
-    module.SFTTrainer = install(module.SFTTrainer)
+    module.SFTTrainer = install_sft(module.SFTTrainer, Options())
     module.main()
 
 

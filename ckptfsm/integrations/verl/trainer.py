@@ -25,14 +25,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.versions import installed, judge, missing
-from ckptfsm.core.config import Settings, Verify
+from ckptfsm.core.config import Verify
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
     ConfigError,
@@ -48,20 +47,18 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
-from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
+from ckptfsm.integrations.workers import Calls, RayCalls, WorkerCalls
 from ckptfsm.ranks.controller import Controller, controller_config
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.writers.plain_files import FileTree
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
 _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
-_SFT = "verl.trainer.sft_trainer"
-_SFT_OF_RAY = "verl.trainer.sft_trainer_ray"
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
 _RAY_HANDLES = "ray.actor"  # where ``ray.remote`` subclasses the class, which is no trainer
 _WORKER_SETTINGS = (
@@ -109,7 +106,8 @@ class Checkpoints:
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
         self._options = options
-        self._groups: RoleGroups | None = None
+        self._groups: dict[str, Any] = {}  # verl's worker groups, by role
+        self._workers: WorkerCalls | None = None
         self._controller: Controller | None = None
         self._uploads: Uploads | None = None
         self._uploader: UploadWorker | None = None
@@ -126,16 +124,18 @@ class Checkpoints:
         return self._controller
 
     @property
-    def groups(self) -> RoleGroups:
-        if self._groups is None:
+    def groups(self) -> dict[str, Any]:
+        """verl's worker groups, by role."""
+        if self._controller is None:
             self._open()
-        assert self._groups is not None
         return self._groups
 
     def _open(self) -> None:
         """Take the root, then put our manager into every worker."""
         trainer, options = self._trainer, self._options
         self._groups = self._make_groups()
+        workers = {role: group.workers for role, group in self._groups.items()}
+        self._workers = WorkerCalls(workers, self._calls())
         settings = {
             "retention": self._policy(),
             "poll_warning_steps": 1,
@@ -144,7 +144,7 @@ class Checkpoints:
         }
         root = root_of(trainer)
         mirror = self._mirror_after(root)
-        sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
+        sizes = {**self._workers.sizes, **({NAME: 1} if self._uploader else {})}
         hooks = [self._note, *options.hooks]
         try:
             controller = self._make_controller(root, sizes, hooks=hooks, **settings)
@@ -152,8 +152,9 @@ class Checkpoints:
             _refuse_stock_fsdp(root, error)
             raise
         try:
-            workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
-            self._groups.attach(root, workers, controller.config.effect_timeout_s)
+            theirs = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
+            attaching = {role: (attach, role, root, theirs) for role in self._groups}
+            self._workers.call_all(attaching, controller.config.effect_timeout_s)
             if mirror is not None:
                 self._uploads = Uploads(root, mirror, controller)
                 self._uploads.begin()
@@ -165,8 +166,11 @@ class Checkpoints:
     def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
         return Controller(root, sizes, self._ask, **settings)
 
-    def _make_groups(self) -> RoleGroups:
-        return RoleGroups(_roles(self._trainer), self._options.calls)
+    def _make_groups(self) -> dict[str, Any]:
+        return _roles(self._trainer)
+
+    def _calls(self) -> Calls:
+        return self._options.calls
 
     def _policy(self) -> Policy:
         """The retention policy from verl's configuration; ``install`` may set another one."""
@@ -187,12 +191,9 @@ class Checkpoints:
         return place
 
     def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        assert self._groups is not None
-        events = self._groups.poll(doomed)
-        lost, self._groups.lost = self._groups.lost, []
-        for worker in lost:
-            assert self._controller is not None
-            self._controller.lost(worker.role, [worker.rank], worker.detail)
+        assert self._workers is not None
+        questions = {role: (poll, role, doomed) for role in self._groups}
+        events = list(self._workers.poll(questions, 0.0, self.controller.lost))
         return events if self._uploader is None else [*events, *self._uploader.poll(doomed)]
 
     # ------------------------------------------------------------------------------------- saving
@@ -231,7 +232,7 @@ class Checkpoints:
     def _write(self, role: str, ticket: Ticket) -> bool:
         """Let a role's workers write; its ticket travels in place of ``hdfs_path``."""
         try:
-            self.groups.groups[role].save_checkpoint(
+            self.groups[role].save_checkpoint(
                 ticket.directory, ticket, ticket.of.step, max_ckpt_to_keep=None
             )
         except (RankFailed, RankInterrupted):  # without a driver: all ranks leave
@@ -255,9 +256,7 @@ class Checkpoints:
 
     def _group_parts(self, directory: str | None = None) -> dict[str, Any]:
         """The parts that workers write; ``directory`` if it is not that of the role's name."""
-        parts: dict[str, Any] = {
-            role: GroupPart(role, directory=directory) for role in self.groups.groups
-        }
+        parts: dict[str, Any] = {role: GroupPart(role, directory=directory) for role in self.groups}
         if self._uploader is not None:
             parts[NAME] = GroupPart(NAME, directory="")
         return parts
@@ -462,50 +461,13 @@ class _New:
         return trainer
 
 
-def install(
-    trainer: Trainer,
-    *,
-    extra_parts: Callable[[Any], Mapping[str, Any]] | None = None,
-    calls: Calls | None = None,
-    mirror: Mirror | None = None,
-    mirror_when: When = "after",
-    hooks: Sequence[Hook] = (),
-    **settings: Unpack[Settings],
-) -> Trainer:
-    """Give a trainer, or a trainer's class, checkpoints that ckptfsm drives.
-
-    A class is subclassed, and the subclass returned; an object is changed, before it loads.
-
-    - ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
-    - ``calls`` calls functions in workers, by default through Ray.
-    - ``mirror`` (by default from ``default_hdfs_dir``) gets a copy of each checkpoint *before* it
-      is tracked, or *after*.
-    - ``hooks`` are those of ``Controller``.
-    - ``settings`` are those of ``Controller``, and ``writer_files`` and ``common_state`` of the
-      workers. ``retention`` follows verl's configuration unless given.
-
-    An untested verl is used, with a warning. Raises ``ConfigError`` for a setting that does not
-    exist or has no effect under verl. Without ``extra_parts``, also raised for a trainer with an
-    unknown ``_save_checkpoint``; making an object of such a subclass raises it too.
-    """
-    judge("verl", installed("verl"))
+def install_ppo(trainer: Trainer, options: Options) -> Trainer:
+    """See ``install``, for a trainer that drives groups of workers."""
     base = trainer if isinstance(trainer, type) else type(trainer)
-    if "checkpoints" in vars(trainer):
-        raise ConfigError(f"{base.__name__} has these checkpoints already")
-    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings, hooks)
-    modules = {kind.__module__ for kind in base.__mro__}
-    if _SFT_OF_RAY in modules:
-        raise ConfigError(
-            f"{base.__name__} of {_SFT_OF_RAY} is not supported: its saves go through a handler that "
-            "ckptfsm does not replace. Start verl's other SFT trainer, with the same words: "
-            "torchrun ... -m ckptfsm.integrations.verl.sft"
-        )
-    if _SFT in modules:
-        return _install_sft(trainer, options)
     saver = _saver_of(base)
-    if (saver is None or saver.__module__ not in _KNOWN) and extra_parts is None:
+    if (saver is None or saver.__module__ not in _KNOWN) and options.extra_parts is None:
         raise ConfigError(_own_way(base, saver))
-    _check_settings(mirror_when, settings)
+    check_settings(options)
     if not hasattr(base, _EVERY_STEP):
         warn_caller(
             PollMissingWarning(
@@ -514,29 +476,21 @@ def install(
             )
         )
     if isinstance(trainer, type):
-        names = {
-            "__new__": staticmethod(_New(options, saver)),
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "checkpoints": None,
-        }
-        subclass: Any = type(base.__name__, (base,), names)
-        return cast(Trainer, subclass)
+        return cast(Trainer, subclass_of(base, __new__=staticmethod(_New(options, saver))))
     Checkpoints(trainer, options).bind()
     return trainer
 
 
-def _install_sft(trainer: Trainer, options: Options) -> Trainer:
-    """Install ``sft``, which needs torch: only the ranks of such a trainer import it."""
-    if not isinstance(trainer, type):
-        raise ConfigError("this trainer has loaded already: install its class")
-    _check_settings(options.mirror_when, options.settings)
-    sft: Any = import_module("ckptfsm.integrations.verl.sft")
-    return cast(Trainer, sft.install_sft(trainer, options))
+def subclass_of(base: type, **names: Any) -> type:
+    """A subclass of a trainer that looks like it, and has these checkpoints."""
+    alike = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {**alike, "checkpoints": None, **names})
 
 
-def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
-    """Check the settings early: when the root is opened, a cluster was set up already."""
+def check_settings(options: Options) -> None:
+    """Check verl and the settings early: when the root is opened, a cluster was set up already."""
+    judge("verl", installed("verl"))
+    mirror_when, settings = options.mirror_when, options.settings
     if mirror_when not in get_args(When):
         raise ConfigError(f"mirror_when is 'before' or 'after', not {mirror_when!r}")
     given = {name: value for name, value in settings.items() if name != "ports"}
@@ -550,41 +504,12 @@ def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
         raise ConfigError("verl decides when it saves: on_failure is 'raise' or 'warn'")
 
 
-def install_in_verl(**options: Any) -> list[str]:
-    """Give these checkpoints to every trainer that the installed verl may make.
-
-    Returns their names.
-
-    Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default.
-    ``options`` are those of ``install``. Call it where verl is imported, before a trainer is made.
-    A second call without options changes nothing. Raises ``ConfigError`` if verl is not installed.
-    """
-    module = of_verl("verl.trainer.ppo.ray_trainer")
-    module.RayPPOTrainer = _installed(module.RayPPOTrainer, options)
-    names = ["RayPPOTrainer"]
-    # These trainers need TransferQueue, which verl names in an extra only; without it verl cannot
-    # make one.
-    if find_spec("verl.trainer.ppo.v1") is not None and find_spec("transfer_queue") is not None:
-        # The package, not its base module: the package imports the trainers, and each registers
-        # itself.
-        registry = of_verl("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
-        for name in list(registry):
-            registry[name] = _installed(registry[name], options)
-            names.append(name)
-    return names
-
-
 def of_verl(name: str) -> Any:
     """A module of verl. Raises ``ConfigError``, which names the package to install."""
     try:
         return import_module(name)
     except ImportError as error:
         raise missing("verl", error) from error
-
-
-def _installed(kind: type, options: Mapping[str, Any]) -> type:
-    """The class with these checkpoints; with options, ``install`` refuses a class that has them."""
-    return kind if "checkpoints" in vars(kind) and not options else install(kind, **options)
 
 
 def _saver_of(kind: type) -> type | None:
@@ -717,3 +642,20 @@ def _dumped(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+# ----------------------------------------------------------- called in a worker, which has torch
+
+
+def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
+    """See ``rank_manager.attach``."""
+    from ckptfsm.integrations.verl.rank_manager import attach as attach_here
+
+    attach_here(worker, role, root, settings)
+
+
+def poll(worker: Any, role: str, doomed: tuple[AttemptId, ...]) -> list[Event]:
+    """See ``rank_manager.poll``."""
+    from ckptfsm.integrations.verl.rank_manager import poll as poll_here
+
+    return poll_here(worker, role, doomed)

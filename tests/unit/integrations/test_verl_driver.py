@@ -29,8 +29,8 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl import install, trainer
-from ckptfsm.integrations.verl.position import is_within_an_epoch
-from ckptfsm.integrations.verl.workers import attach
+from ckptfsm.integrations.verl.ranks import is_within_an_epoch
+from ckptfsm.integrations.verl.trainer import attach
 from ckptfsm.ranks.tickets import Ticket
 
 SIZES = {"actor": 2, "critic": 1}
@@ -61,7 +61,7 @@ class WorkerGroup:
         return self.group.poll(doomed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answered:
     """A call that was answered at once. See ``ckptfsm.integrations.verl.Calls``."""
 
@@ -381,7 +381,7 @@ def test_a_missing_or_too_old_package_is_named(without: str, run: str, said: str
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(lines)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert said in done.stdout, done.stderr
-    assert version or "pip install 'ckptfsm[verl]'" in done.stdout
+    assert version or "pip install 'ckptfsm[" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from strangers import newer_files
 
 from ckptfsm.core.errors import WriterDied
 from ckptfsm.core.events import ShardReported
-from ckptfsm.core.parts import AttemptId
-from ckptfsm.integrations.verl.workers import RoleGroups
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.integrations.workers import OutOfReach, WorkerCalls
+from ckptfsm.ranks.tickets import Ticket
 
 
 class Answers:
@@ -37,26 +37,52 @@ class Answers:
         return answer
 
 
+class Polled:
+    """A group ``actor`` with these answers. ``lost``: the ranks of which the controller was told."""
+
+    def __init__(self, **said: list[Any]) -> None:
+        self.lost: list[tuple[str, list[int], str]] = []
+        self.calls = WorkerCalls({"actor": list(said)}, Answers(**said))
+
+    def told(self, *lost: Any) -> None:
+        self.lost.append(lost)
+
+    def poll(self) -> list[Any]:
+        return list(self.calls.poll({"actor": ("poll",)}, 0.0, self.told))
+
+
 def test_one_workers_error_loses_no_others_reports(caplog):
     """Catches: a shard that is on the disk and never counts, because another worker's poll raised."""
     shards = [[ShardReported(AttemptId(1, 1, 1), "actor", rank, 3, 5)] for rank in (1, 2)]
-    calls = Answers(one=[shards[0]], two=[RuntimeError("made-up"), shards[1]])
-    groups = RoleGroups({"actor": SimpleNamespace(workers=["one", "two"])}, calls)
-    assert groups.poll(()) == []
-    assert groups.poll(()) == shards[0]
+    group = Polled(one=[shards[0]], two=[RuntimeError("made-up"), shards[1]])
+    assert group.poll() == shards[0]
     (record,) = [r for r in caplog.records if r.event == "worker_raised"]
-    assert (record.role, record.rank, record.why) == ("actor", 1, "RuntimeError: made-up")
-    assert groups.poll(()) == shards[1], "it is asked again"
-    assert not groups.lost
+    assert (record.group, record.rank) == ("actor", 1)
+    assert record.why == "worker 1 of 'actor': RuntimeError: made-up"
+    assert group.poll() == shards[1], "it is asked again"
+    assert not group.lost
 
 
 def test_a_dead_worker_is_lost_once():
     """Catches: a death that is taken for an error that passes."""
-    calls = Answers(one=[WriterDied("gone"), RuntimeError("asked again")])
-    groups = RoleGroups({"actor": SimpleNamespace(workers=["one"])}, calls)
+    group = Polled(one=[WriterDied("gone"), RuntimeError("asked again")])
     for _ in range(3):
-        assert groups.poll(()) == []
-    assert [(lost.role, lost.rank) for lost in groups.lost] == [("actor", 0)]
+        assert group.poll() == []
+    assert group.lost == [("actor", [0], "gone")]
+
+
+@pytest.mark.parametrize(
+    ("error", "fails"), [(ValueError("out of memory"), True), (OutOfReach("a fault"), False)]
+)
+def test_a_share_fails_with_the_call_that_was_to_write_it(error: Exception, fails: bool):
+    """Catches: a save that waits for its deadline, although its worker has said that it cannot write;
+    one that fails for a fault of the network, though its worker may write."""
+    group, of = Polled(one=[], two=[error]), AttemptId(1, 1, 1)
+    ticket = Ticket(of, "/root", "", "", PartSpec("actor", "report"), 4, 2, 9, 1.0)
+    begun = [group.calls.begin("actor", rank, ticket, "write", ticket) for rank in (0, 1)]
+    found = list(group.calls.take(begun, 1.0, group.told))
+    assert [(e.name, e.rank) for e in found] == ([("failed", 5)] if fails else [])
+    assert group.poll() == [], "it is asked again"
 
 
 ATTACH = """

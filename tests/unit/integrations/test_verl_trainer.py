@@ -28,8 +28,7 @@ from ckptfsm.core.jobs import Job, Task
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl import uploads
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
-from ckptfsm.integrations.verl.trainer import Checkpoints, Options
-from ckptfsm.integrations.verl.workers import attach
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options, attach
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports
@@ -52,7 +51,7 @@ class Direct:
         if function is attach:
             self.settings.append(arguments[2])
             return None
-        return worker.poll(arguments[1])
+        return tuple(worker.poll(arguments[1]))
 
     def done(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
         return list(calls)
@@ -234,7 +233,7 @@ def test_an_upload_that_does_not_end_gives_the_root_back(run, tmp_path):
 def test_a_failed_save_at_the_end_gives_the_root_back(run):
     """Catches: a failed save that is raised before the root is given back."""
     checkpoints = run.start(DirectoryMirror(str(run.there)))
-    checkpoints.groups.groups["actor"].workers[0]._ports.driver.before_write = full
+    checkpoints.groups["actor"].workers[0]._ports.driver.before_write = full
     save(checkpoints, 1)
     with pytest.raises(SaveFailed, match="No space left"):
         checkpoints.close()
@@ -264,7 +263,7 @@ def test_closing_after_leaving_with_a_save_in_flight_waits_for_nothing(run):
     """Catches: a close in a launcher's ``finally`` that hides the error that the loop ended
     with."""
     checkpoints = run.start()
-    checkpoints.groups.groups["actor"].save_checkpoint = nothing
+    checkpoints.groups["actor"].save_checkpoint = nothing
     save(checkpoints, 1)
     checkpoints.abandon()
     checkpoints.close()
@@ -280,7 +279,7 @@ def nothing(*ignored: Any, **also: Any) -> None:
 def test_an_interrupt_of_another_rank_ends_the_save_that_it_struck(run):
     """Catches: a trainer that goes on with a failed save, while the rank that was interrupted leaves."""
     checkpoints = run.start()
-    checkpoints.groups.groups["actor"].save_checkpoint = interrupted
+    checkpoints.groups["actor"].save_checkpoint = interrupted
     with pytest.raises(RankInterrupted):
         save(checkpoints, 1)
     with pytest.raises(SaveFailed, match="not every worker was called: RankInterrupted"):
