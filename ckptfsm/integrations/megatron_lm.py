@@ -1,16 +1,9 @@
 """Megatron-LM's checkpoints, owned by managers instead of by ``iter_finalize_fn``.
 
-Megatron-LM's ``save_checkpoint`` hangs closures onto an AsyncRequest; one of them writes the
-tracker and deletes the previous checkpoint. Here ``save_checkpoint`` still collects model,
-optimizer, RNG and arguments. A ``CheckpointManager`` then saves the state that
-``dist_checkpointing.save`` would receive.
-
-``MegatronLMCheckpoints`` is for your trainers in Megatron-LM's layout; ``install`` puts one under
-``megatron.training``.
-
-Rules: the manager writes the tracker and does every deletion. Only two closures run, those that
-report to people, once the checkpoint is tracked. Every method is collective. Every directory has
-one manager.
+``save_checkpoint`` still collects model, optimizer, RNG and arguments. A ``CheckpointManager``, one
+for each directory, then saves the state that ``dist_checkpointing.save`` would receive. It writes the
+tracker and deletes. Of the closures only those run that report to people, once the checkpoint is
+tracked. Every method is collective.
 """
 
 from __future__ import annotations
@@ -121,8 +114,7 @@ class MegatronLMCheckpoints:
     def open(
         self, directory: str | os.PathLike[str] | None = None, *, non_persistent: bool = False
     ) -> CheckpointManager:
-        """The manager of ``directory``, by default ``save_dir``; opens and recovers the root if
-        needed.
+        """The manager of ``directory``, by default ``save_dir``; opens the root if needed.
 
         Call it before you load. With ``non_persistent``, only the last checkpoint is kept. Raises
         the errors of ``CheckpointManager``.
@@ -164,15 +156,11 @@ class MegatronLMCheckpoints:
         return self.save_dir if directory is None else str(Path(directory).absolute())
 
     def resumed(self, iteration: int) -> None:
-        """Tell which iteration of ``save_dir`` this run resumed from: another save of it is
-        skipped.
-        """
+        """Tell which iteration of ``save_dir`` this run resumed from: it is not saved again."""
         self._own.add((self.save_dir, iteration))
 
     def warn_of_later(self, iteration: int) -> None:
-        """Warn if ``save_dir`` has a later checkpoint than ``iteration``: saves up to that are
-        refused.
-        """
+        """Warn of a later checkpoint in ``save_dir``: saves up to that are refused."""
         latest = self.open().latest_step()
         if latest is not None and iteration < latest:
             warn_caller(
@@ -210,8 +198,7 @@ class MegatronLMCheckpoints:
         return self._begin(root, iteration, {**(parts or {}), "state": state}, reports)
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
-        """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in
-        place.
+        """Take a ready AsyncRequest for ``<save_dir>/iter_<iteration>``, and save it in place.
 
         ``async_request`` may be a function that makes the request. The request must have no
         closures that write the tracker or delete.
@@ -320,9 +307,7 @@ def _with_metadata(
 
 @dataclass(slots=True)
 class _Captured:
-    """The arguments of ``dist_checkpointing.save``, in the guise of the AsyncRequest that it
-    returns.
-    """
+    """The arguments of ``dist_checkpointing.save``, in the guise of the request that it returns."""
 
     state_dict: dict[str, Any]
     content_metadata: Mapping[str, Any] | None
@@ -381,8 +366,7 @@ def _optimizer_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> An
 class _Patches:
     """The functions that replace those of ``megatron.training`` while it is installed.
 
-    ``directory`` is the step's directory while stock's ``save_checkpoint`` collects the state, else
-    "".
+    ``directory`` is the step's while stock's ``save_checkpoint`` collects the state, else "".
     """
 
     def __init__(self, checkpointing: Any, settings: Mapping[str, Any]) -> None:
@@ -436,9 +420,7 @@ class _Patches:
     def _collect(
         self, root: str, iteration: int, stock: Callable[[], Any], reports: list[Closure]
     ) -> dict[str, Any]:
-        """The state, as stock's ``save_checkpoint`` makes it; adds the closures for people to
-        ``reports``.
-        """
+        """The state as stock collects it; adds the closures for people to ``reports``."""
         args = self._checkpointing.get_args()
         self.directory = os.path.join(root, MEGATRON.published_name(iteration))
         asked, args.async_save = args.async_save, True  # a synchronous save would write the tracker
@@ -471,9 +453,7 @@ class _Patches:
         write(self._checkpointing.get_tokenizer(), args, str(Path(directory).parent))
 
     def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
-        """Recover, then load: finish a save that was written but not tracked, and mend a torn
-        tracker.
-        """
+        """Recover, then load: a written save is finished, and a torn tracker mended."""
         args = self._checkpointing.get_args()
         if not getattr(args, "save", None):
             return self._stock_load(*arguments, **keywords)
@@ -623,9 +603,7 @@ def _core() -> str:
 
 
 def _verified(directory: str) -> bool:
-    """True if this is a checkpoint of this library, which is verified (collective).
-
-    Raises ``DamagedRoot``.
+    """Verify a checkpoint of this library (collective). Raises ``DamagedRoot``.
 
     False if it has a file of hashes for stock to verify, or no manifest.
     """

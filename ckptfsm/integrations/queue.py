@@ -1,17 +1,10 @@
 """``AsyncCallsQueue``: megatron-core's queue of async saves, with supervised writers.
 
-The interface is that of megatron-core's queue. Any AsyncRequest is taken by its field names: those
-of megatron-core and of nvidia-resiliency-ext, also with tensors in shared memory. Alone, the queue
-gives supervision, isolation and deadlines. A request carries no step, root or parts, so journal,
-receipts, tracker and retention need ``begin``.
-
-Rules:
-
-- Every request has a forked writer and a private results channel.
-- All ranks schedule the same requests in the same order and finalize them in that order.
-- If a writer died, failed or missed its deadline on one rank, every rank raises an error. The
-  request is dropped and its finalizers never run.
-- Errors are carried to the next exchange: no rank raises while others wait in it.
+Any AsyncRequest is taken by its field names: those of megatron-core and of nvidia-resiliency-ext,
+also with tensors in shared memory. Each has a forked writer and a private results channel. Alone, the
+queue gives supervision, isolation and deadlines. A request carries no step, root or parts, so journal,
+receipts, tracker and retention need ``begin``. If a writer fails on one rank, every rank raises an
+error, the request is dropped, and its finalizers never run.
 """
 
 from __future__ import annotations
@@ -216,7 +209,11 @@ class AsyncCallsQueue:
         """
         if self._is_elsewhere():
             raise ConfigError("these calls are another process's, which forked this one")
-        self._refuse_alone(no_dist)
+        if no_dist and self._saves:
+            step = self._saves[0][0].step
+            raise ConfigError(
+                f"step {step} was begun: call without no_dist, on all ranks", step=step
+            )
         with self._one_call.running():
             self._bury()
             self._finalize_calls(blocking, no_dist)
@@ -247,13 +244,6 @@ class AsyncCallsQueue:
         call = self._calls.pop() if last else self._calls.popleft()
         self._numbers.discard(call.index)
         return call
-
-    def _refuse_alone(self, no_dist: bool) -> None:
-        if no_dist and self._saves:
-            step = self._saves[0][0].step
-            raise ConfigError(
-                f"step {step} was begun: call without no_dist, on all ranks", step=step
-            )
 
     def get_num_unfinalized_calls(self) -> int:
         """The number of scheduled requests that are neither finalized nor dropped (local)."""
@@ -339,9 +329,10 @@ class AsyncCallsQueue:
 
     def _shared(self, call: _QueuedCall, no_dist: bool) -> SaveFailed | None:
         """The error of a call on any rank, the same on all of them."""
-        transport = self._open_transport()
         if not self._any([call.problem is not None], no_dist)[0]:
             return None
+        transport = self._transport
+        assert transport is not None
         found: tuple[int, SaveFailed | None] = (transport.rank, call.problem)
         if not no_dist:
             everyone = transport.gather(found) or [found]
@@ -354,11 +345,8 @@ class AsyncCallsQueue:
         return shared
 
     def _any(self, flags: list[bool], no_dist: bool) -> list[bool]:
-        return flags if no_dist else self._open_transport().any_flags(flags)
-
-    def _open_transport(self) -> Transport:
         assert self._transport is not None, "made when the first request was scheduled"
-        return self._transport
+        return flags if no_dist else self._transport.any_flags(flags)
 
     def _drop(self, call: _QueuedCall) -> None:
         """End the writer of a call that will not be finalized."""
@@ -540,8 +528,7 @@ def _none_needed(*arguments: Any, **keywords: Any) -> None:
 def install(
     queue: AsyncCallsQueue | None = None, holder: Any = None, name: str | None = None
 ) -> Installed:
-    """Put ``queue`` (a new one by default) in the place of another queue; ``uninstall()`` undoes
-    it.
+    """Put ``queue`` (by default a new one) in the place of another; ``uninstall()`` undoes it.
 
     The default place is Megatron-LM's queue: ``_async_calls_queue`` of
     ``megatron.training.async_utils``, once that is imported. Up to megatron-core 0.16 the place may

@@ -2,19 +2,11 @@
 
 *before*: the upload is a part of the checkpoint, a group with one writer. The writer waits for the
 receipts of all others, uploads the listed files, and only then makes its receipt. Without that
-receipt nothing is tracked.
+receipt nothing is tracked. *after*: a child uploads a tracked checkpoint, see ``uploads``.
 
-*after*: a child uploads a tracked checkpoint; a reader's lease keeps the step meanwhile. If a run
-ends in between, the next start uploads its latest step.
-
-Rules:
-
-- Uploaded are the files listed in receipts (before) or in the manifest (after). Every file is
-  checked against them: its size, and its digest where the place can be read.
-- Nothing is ever deleted in the remote place. Names of unfinished copies there begin with a dot.
-- A copy carries its attempt and its content. A copy of an abandoned branch, or of another run into
-  the same place, does not count.
-- Errors are ``StorageError``, and name the remote place, the command, and a remedy to try by hand.
+Every file is checked against receipts or manifest: its size, and its digest where the place can be
+read. Nothing is ever deleted in the remote place. A copy carries its attempt and its content, so one of
+an abandoned branch, or of another run into the same place, does not count.
 """
 
 from __future__ import annotations
@@ -24,18 +16,18 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
 from ckptfsm.core.documents import FileEntry, Manifest
 from ckptfsm.core.errors import SaveFailed, StorageError, describe
+from ckptfsm.core.formats import TREE
 from ckptfsm.core.layout import PRIVATE, VERL
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Clock, PartJob, Storage, Written
@@ -45,7 +37,7 @@ from ckptfsm.disk.receipts import Receipts
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.ranks.wiring import system_ports
-from ckptfsm.writers.plain_files import FilesDraft, FilesDriver, FileTree
+from ckptfsm.writers.plain_files import FilesDraft, FilesDriver
 
 NAME = "mirror"
 When = Literal["before", "after"]
@@ -225,70 +217,49 @@ class HdfsMirror:
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """The shares that an upload waits for: all others of an attempt, as (part, rank)."""
-
-    ticket: Ticket
-    shares: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class UploadJob(PartJob):
-    """Waits for the receipts of all others, and uploads the listed files."""
+    """Waits for the receipts of the ``awaited`` shares, (part, rank), and uploads the listed files."""
 
     name: str
     directory: str
     mirror: Mirror
-    awaited: Awaited
+    ticket: Ticket
+    awaited: tuple[tuple[str, int], ...]
     clock: Clock
 
     def write(self, storage: Storage, location: str) -> Written:
-        ticket = self.awaited.ticket
+        ticket = self.ticket
         receipts = Receipts(storage, location, ticket.of, ticket.world_size)
         deadline = self.clock.monotonic() + ticket.timeout_s
-        arriving = receipts.arriving(self.awaited.shares, self.clock, deadline)
+        arriving = receipts.arriving(self.awaited, self.clock, deadline)
         files = _content(entry for receipt in arriving for entry in receipt.files)
         copy = Copy.with_files(ticket.of, files)
         self.mirror.upload(storage.absolute(location), copy, files)
         return Written(())
 
 
-@dataclass(slots=True)
 class UploadDraft(FilesDraft):
-    """A draft with an upload as its only part."""
-
-    make: Callable[[PartSpec], PartJob] | None = None
-
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
-        assert self.make is not None
-        return tuple(self.make(spec) for spec in specs)
+        placed = ((spec, self.values[spec.name]) for spec in specs)
+        return tuple(replace(job, name=spec.name, directory=spec.directory) for spec, job in placed)
 
 
 class UploadDriver(FilesDriver):
-    """Plans an upload as a group's share. ``awaited`` is set for each save."""
-
-    def __init__(self, mirror: Mirror, clock: Clock) -> None:
-        self.mirror = mirror
-        self.clock = clock
-        self.awaited: Awaited | None = None
+    """Plans a group's share that is an ``UploadJob``, and has no files of its own."""
 
     def draft(self, parts: Mapping[str, Any]) -> UploadDraft:
-        draft = super().draft(parts)
-        return UploadDraft(draft.specs, draft.values, 0, make=self._job)
-
-    def _job(self, spec: PartSpec) -> PartJob:
-        assert self.awaited is not None
-        return UploadJob(spec.name, spec.directory, self.mirror, self.awaited, self.clock)
+        specs = tuple(PartSpec(name, TREE.name, ranks=(0,)) for name in parts)
+        return UploadDraft(specs, parts, 0)
 
 
 class UploadWorker(BaseGroupWorker):
     """The group with one rank that uploads a checkpoint before it is tracked."""
 
     def __init__(self, root: str, mirror: Mirror) -> None:
-        self.driver = UploadDriver(mirror, SystemClock())
-        super().__init__(system_ports(LocalTransport(), self.driver, OpenPosix(root)))
+        self._mirror = mirror
+        super().__init__(system_ports(LocalTransport(), UploadDriver(), OpenPosix(root)))
 
     def begin(self, tickets: Mapping[str, Ticket], own: Sequence[str]) -> list[Any]:
         """Begin the upload of a save; the controller writes the parts ``own``. Returns reports."""
@@ -297,17 +268,14 @@ class UploadWorker(BaseGroupWorker):
             if group != NAME:
                 ranks = range(ticket.first_rank, ticket.first_rank + ticket.size)
                 shares += [(ticket.part.name, rank) for rank in ranks]
-        self.driver.awaited = Awaited(tickets[NAME], tuple(shares))
-        return self.write(tickets[NAME], parts={"": FileTree(_nothing)})
+        ticket, clock = tickets[NAME], self._ports.clock
+        job = UploadJob("", "", self._mirror, ticket, tuple(shares), clock)
+        return self.write(ticket, parts={"": job})
 
     def abandon(self) -> None:
         """End an upload at once: this run will not track its checkpoint."""
         self._share.drop(_KILL_S)
         self.close()
-
-
-def _nothing(directory: str) -> None:
-    """Write nothing: an upload has no files in the checkpoint."""
 
 
 # ----------------------------------------------------------------------------------------- after

@@ -1,19 +1,11 @@
 """A checkpoint manager inside a verl worker, with verl's signatures and saves through ckptfsm.
 
-verl's manager is not rewritten. Its ``save_checkpoint`` runs in the directory of the attempt, and
-writes its usual files (HF config, tokenizer, HF weights, ``transformer_config.json``,
-``ckpt_contents.json``). Only its call of ``dist_checkpointing.save`` leads here: the sharded state
-dicts are kept, and written by a forked writer. So the layout on disk is that of the installed verl.
+verl's ``save_checkpoint`` runs in the directory of the attempt, and writes its usual files. Only its
+call of ``dist_checkpointing.save`` leads here: the sharded state dicts are kept, and written by our
+writer. So the layout on disk is that of the installed verl. verl's manager always believes that it
+saves synchronously and keeps everything: it schedules no request, writes no tracker, deletes nothing.
 
-Rules:
-
-- verl's manager always believes that it saves synchronously: then it neither schedules a request,
-  nor writes the tracker. Its setting is to keep everything, so it never deletes.
-- A save needs the ticket of a driver, which arrives in place of ``hdfs_path``: verl hands that
-  argument through unchanged. A save without a ticket is refused, because no driver would finalize
-  it.
-- Errors of verl's code are carried to the group's exchange: no other rank is left waiting there.
-- An optimizer that verl keeps in host memory is copied from there, like all other state.
+A save needs the ticket of a driver, in place of ``hdfs_path``, which verl hands through unchanged.
 """
 
 from __future__ import annotations
@@ -71,9 +63,7 @@ class Trees:
         async_save: bool = False,
         content_metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep a state dict, with the content metadata where ``dist_checkpointing.save`` would put
-        it.
-        """
+        """Keep a state dict, with the metadata where ``dist_checkpointing.save`` would put it."""
         state = dict(sharded_state_dict)
         if content_metadata is not None:
             state["content_metadata"] = dict(content_metadata)
@@ -82,9 +72,7 @@ class Trees:
 
 @contextlib.contextmanager
 def captured(manager: Any, base: str) -> Iterator[Trees]:
-    """Take the sharded state dicts while verl's manager saves below ``base``, and nothing else is
-    done.
-    """
+    """Only take the sharded state dicts while verl's manager saves below ``base``."""
     trees, module, told = Trees(base), _module_of(manager), manager.checkpoint_config
     stock = getattr(module, _FUNNEL, None)
     manager.checkpoint_config = Told(told)
@@ -159,8 +147,7 @@ class VerlCheckpointManager:
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Load as verl does, but never delete the loaded directory, which belongs to the driver's
-        root.
+        """Load as verl does, but never delete the loaded directory: it is the driver's.
 
         Raises ``RestoreFailed`` for a checkpoint that only a newer megatron-core can read.
         """
@@ -188,9 +175,7 @@ def _refuse_newer(directory: Path) -> None:
 
 
 def _written_already(directory: str) -> None:
-    """Write nothing: verl's ``save_checkpoint`` wrote the role's files already, on one of the
-    ranks.
-    """
+    """Write nothing: verl's ``save_checkpoint`` wrote the role's files already, on one rank."""
 
 
 # ------------------------------------------------------------------------- called in a verl worker

@@ -1,22 +1,17 @@
 """The ranks of verl's SFT trainer, which has no driver: rank 0 drives, and calls the others.
 
-Rules:
-
-- ``together`` is collective. Rank 0 does the work, and broadcasts the calls to make in the ranks.
-  The others answer until they hear that the work is over. Every rank returns its result, or raises
-  its error.
-- A rank that is gone is a ``RankFailed`` on the others. A rank with an error in its call answers
-  with that error.
-- Signal handlers wait for an exchange that all ranks reach, or for the end of ``together``. An
-  interrupt is raised on the rank that got it, once all have heard of it; elsewhere it is
-  ``RankInterrupted``.
+``together`` is collective. Rank 0 does the work, and broadcasts the calls to make in the ranks, which
+answer until the work is over. Every rank returns its result, or raises its error. Signal handlers wait
+for an exchange that all ranks reach. An interrupt is raised on its rank once all have heard of it, and
+elsewhere is ``RankInterrupted``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
@@ -26,8 +21,7 @@ from ckptfsm.ranks.coordinator_client import Answer, answer_of, share_answer
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteOrder:
+class RemoteOrder(NamedTuple):
     """A call that rank 0 makes in one rank: ``function(rank's worker, *arguments)``."""
 
     rank: int
@@ -35,12 +29,8 @@ class RemoteOrder:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers of a rank to its calls, in order.
-
-    ``interrupted`` describes the interrupt, if any.
-    """
+class Answers(NamedTuple):
+    """The answers of a rank to its calls, in order, and its interrupt in words, if any."""
 
     calls: tuple[Answer, ...]
     interrupted: str = ""
@@ -52,10 +42,6 @@ class RemoteCall:
 
     order: RemoteOrder
     answer: Answer | None = None
-
-
-def _one_call() -> OneCall:
-    return OneCall(PosixDeferredSignals)
 
 
 class InsideCall:
@@ -89,7 +75,7 @@ class Ranks:
 
     transport: Transport
     here: Any
-    calls: OneCall = field(default_factory=_one_call)
+    calls: OneCall = field(default_factory=partial(OneCall, PosixDeferredSignals))
     _begun: list[RemoteCall] = field(default_factory=list)
     _leaving: BaseException | None = None  # an interrupt to raise at the end
 
@@ -179,12 +165,10 @@ class Ranks:
                 )
 
     def result(self, call: RemoteCall) -> Any:
-        answer = call.answer
-        if answer is None:
-            raise AssertionError("a call that was not made has no result")
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+        assert call.answer is not None, "a call that was not made has no result"
+        if call.answer.error is not None:
+            raise call.answer.error
+        return call.answer.value
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function in every rank at once, and return all results."""

@@ -1,16 +1,9 @@
 """verl's SFT trainer (``verl.trainer.sft_trainer``), Megatron or FSDP engine, with our checkpoints.
 
 Run as a module, it is verl's program, with the same words on the command line: ``torchrun ... -m
-ckptfsm.integrations.verl.sft``.
-
-Rules:
-
-- Every rank writes its share by verl's manager, see ``rank_manager``. Rank 0 drives, see
-  ``trainer``. A checkpoint is ``global_step_N`` with the engine's files, ``data_R.pt`` of
-  data-parallel ranks, and ``lora_train_meta.json``. Only rank 0 writes the tracker and deletes.
-- Every training batch polls first; the end of ``fit`` waits for all saves.
-- After a step that ended an epoch, the next epoch begins. The state of verl's data loader would
-  have no batches left then, and verl would skip that epoch.
+ckptfsm.integrations.verl.sft``. Every rank writes its share by verl's manager, see ``rank_manager``, and
+rank 0 drives, see ``trainer``. A checkpoint is ``global_step_N`` with the engine's files, ``data_R.pt``
+of data-parallel ranks, and ``lora_train_meta.json``. Every training batch polls first.
 """
 
 from __future__ import annotations
@@ -106,14 +99,6 @@ def _open(rank: Rank, root: str) -> None:
     rank.storage = OpenPosix(root)(False)
 
 
-class AskedByAll(Controller):
-    """A controller at rank 0 that all ranks ask together while they verify a checkpoint."""
-
-    def ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """The coordinator's answer, or its error. See ``restoring.Restorer``."""
-        return self._agree(work, *arguments)
-
-
 class RootOfSft(Checkpoints):
     """The checkpoints at rank 0: of a trainer with one role, at the top of a step's directory."""
 
@@ -128,20 +113,12 @@ class RootOfSft(Checkpoints):
         return self._ranks
 
     def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
-        """A controller with waits that an interrupt ends, but not inside a call that the other
-        ranks share.
-        """
+        """A controller with waits that an interrupt ends, but not inside a call of all ranks."""
         ports = settings.pop("ports", None)
         if ports is None:
             ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(root))
         ports = replace(ports, defer_signals=partial(InsideCall, self._ranks.calls))
-        return AskedByAll(root, sizes, self._ask, ports=ports, **settings)
-
-    def ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the coordinator, on behalf of all ranks."""
-        controller = self.controller
-        assert isinstance(controller, AskedByAll)
-        return controller.ask(work, *arguments)
+        return Controller(root, sizes, self._ask, ports=ports, **settings)
 
     def _policy(self) -> Policy:
         kept = self._trainer.config.trainer.get("max_ckpt_to_keep", None) or 0
@@ -179,18 +156,12 @@ class SftCheckpoints:
         self._together(lambda driver: driver.save_step(step))
 
     def poll(self, *, wait: bool = False) -> None:
-        """Drive the saves in flight; with ``wait``, until none is.
-
-        Raises the error of a failed save.
-        """
+        """Drive the saves in flight; with ``wait``, until none is. Raises the error of a failed one."""
         self._together(lambda driver: driver.poll(wait=wait))
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Keep the step while verl loads, see ``Checkpoints.loading``.
-
-        Each rank verifies a share of the files.
-        """
+        """Keep the step while verl loads, verified by all ranks. See ``Checkpoints.loading``."""
         with contextlib.ExitStack() as kept:
             with self._ranks.calls.running(), self._verified() as step:
                 self._together(lambda driver: kept.enter_context(driver.keeping(step, "none")))
@@ -215,7 +186,8 @@ class SftCheckpoints:
             here.close()
 
     def _ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return self._together(lambda driver: driver.ask(work, *arguments))
+        """The coordinator's answer, or its error, on every rank. See ``restoring.Restorer``."""
+        return self._together(lambda driver: driver.controller._agree(work, *arguments))
 
     def close(self) -> None:
         """Wait for the saves in flight; rank 0 also for copies, before it gives the root back."""

@@ -1,17 +1,8 @@
-"""A trainer in verl's driver with our checkpoints. ``install`` makes it from a released trainer.
+"""A trainer in verl's driver with our checkpoints, made from a released trainer by ``install``.
 
-Rules:
-
-- A save is one checkpoint of all roles and of ``data.pt``. Only the controller, here, writes the
-  tracker and deletes, after everything is durable.
-- A synchronous save is an asynchronous one and a wait. ``async_save`` of the actor decides, as in
-  verl.
-- A function that is called in every step of the loop polls. If no such function is known, that is a
-  warning.
-- A restart loads only a verified checkpoint, the one that the tracker names; never step zero while
-  there is evidence of a later one.
-- A trainer with an unknown ``_save_checkpoint`` saves parts that ckptfsm does not: it is refused.
-  That includes an object of a subclass made after its base was installed.
+A save is one checkpoint of all roles and of ``data.pt``. A synchronous save is an asynchronous one and
+a wait; ``async_save`` of the actor decides, as in verl. A function that is called in every step of the
+loop polls. A restart loads only a verified checkpoint, the one that the tracker names.
 """
 
 from __future__ import annotations
@@ -166,18 +157,25 @@ class Checkpoints:
     def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
         return Controller(root, sizes, self._ask, **settings)
 
+    @property
+    def _has_critic(self) -> bool:
+        return bool(getattr(self._trainer, "use_critic", False))
+
     def _make_groups(self) -> dict[str, Any]:
-        return _roles(self._trainer)
+        """verl's worker groups, by the directory of their role."""
+        critic = {"critic": self._trainer.critic_wg} if self._has_critic else {}
+        return {"actor": self._trainer.actor_rollout_wg, **critic}
 
     def _calls(self) -> Calls:
         return self._options.calls
 
     def _policy(self) -> Policy:
         """The retention policy from verl's configuration; ``install`` may set another one."""
-        return retention_of(self._trainer.config, critic=_has_critic(self._trainer))
+        return retention_of(self._trainer.config, critic=self._has_critic)
 
     def _is_async(self) -> bool:
-        return is_async(self._trainer.config)
+        actor = self._trainer.config.actor_rollout_ref.actor
+        return bool(actor.get("checkpoint", {}).get("async_save", False))
 
     def _mirror_after(self, root: str) -> Mirror | None:
         """The mirror, given or of verl's configuration, for copies of what is tracked.
@@ -199,8 +197,7 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------- saving
 
     def save(self) -> None:
-        """Begin a checkpoint of the trainer's step; with ``async_save`` off, wait until it is
-        tracked.
+        """Begin a checkpoint of the trainer's step; without ``async_save`` wait until it is tracked.
 
         Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``, and errors of verl's callback.
         """
@@ -262,10 +259,7 @@ class Checkpoints:
         return parts
 
     def poll(self, *, wait: bool = False) -> None:
-        """Drive the saves in flight.
-
-        Raises the error of a failed save if ``on_failure`` is ``"raise"``.
-        """
+        """Drive the saves in flight. Raises the error of a failed one under ``on_failure="raise"``."""
         controller = self.controller
         if wait:
             controller.wait_until_finished()
@@ -281,9 +275,7 @@ class Checkpoints:
             self._to_tell.append(record.step)
 
     def _tell(self) -> None:
-        """Call verl's ``checkpoint_callback`` (0.9.1), outside of the hook, so that its errors are
-        raised.
-        """
+        """Call verl's ``checkpoint_callback`` (0.9.1) outside of the hook: its errors are raised."""
         trainer = self._trainer
         callback = getattr(trainer, "checkpoint_callback", None)
         while self._to_tell:
@@ -331,10 +323,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping(self, step: int | None, verify: Verify | None = None) -> Iterator[None]:
-        """Verify and keep ``step``, or the latest, while verl loads.
-
-        See ``Controller.reading`` for ``verify``.
-        """
+        """Verify and keep ``step``, or the latest, while verl loads. See ``Controller.reading``."""
         config = self._trainer.config.trainer
         with self.controller.reading(step, verify=verify) as found, _no_remote(config):
             if found is not None:
@@ -379,9 +368,7 @@ class Checkpoints:
         self._tell()
 
     def abandon(self) -> None:
-        """Give the root back at once, and end uploads; the next start decides about unfinished
-        saves.
-        """
+        """Give the root back at once, and end uploads; the next start decides about saves."""
         self._ended = True  # a later close does nothing
         uploads, self._uploads = self._uploads, None
         with contextlib.ExitStack() as ending:  # the last one first, each even if others raise
@@ -395,10 +382,7 @@ class Checkpoints:
     # --------------------------------------------------------------------- in place of the trainer's
 
     def bind(self) -> None:
-        """Redirect the trainer's loop to this object.
-
-        The trainer stays the same object, of verl's class.
-        """
+        """Redirect the trainer's loop to this object. The trainer stays an object of verl's class."""
         trainer = self._trainer
         trainer.checkpoints = self
         trainer._save_checkpoint = self.save
@@ -534,11 +518,6 @@ def root_of(trainer: Any) -> str:
     return str(Path(trainer.config.trainer.default_local_dir).absolute())
 
 
-def is_async(config: Any) -> bool:
-    """True if verl's configuration asks for asynchronous saves."""
-    return bool(config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False))
-
-
 def retention_of(config: Any, *, critic: bool) -> Policy:
     """The policy for verl's counts: actor and critic of a step are kept or removed together.
 
@@ -560,18 +539,6 @@ def retention_of(config: Any, *, critic: bool) -> Policy:
     return LatestN(kept) if kept else KeepAll()
 
 
-def _has_critic(trainer: Any) -> bool:
-    return bool(getattr(trainer, "use_critic", False))
-
-
-def _roles(trainer: Any) -> dict[str, Any]:
-    """verl's worker groups, by the directory of their role."""
-    roles = {"actor": trainer.actor_rollout_wg}
-    if _has_critic(trainer):
-        roles["critic"] = trainer.critic_wg
-    return roles
-
-
 def _asked_step(config: Any, counts: bool) -> tuple[int | None, bool]:
     """The step of ``resume_from_path``, if ``counts``, and whether it is in this root."""
     if not counts:
@@ -584,9 +551,7 @@ def _asked_step(config: Any, counts: bool) -> tuple[int | None, bool]:
 
 @contextlib.contextmanager
 def _no_remote(config: Any) -> Iterator[None]:
-    """Hide the remote directory while verl loads: with one, verl refuses to load a local
-    checkpoint.
-    """
+    """Hide the remote directory while verl loads: with one, it refuses a local checkpoint."""
     remote = config.default_hdfs_dir
     config.default_hdfs_dir = None
     try:

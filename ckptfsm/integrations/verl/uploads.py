@@ -1,15 +1,9 @@
 """Copies of tracked checkpoints in a remote place, made beside the training.
 
-A runner on a thread of the trainer follows the root, and a child makes each copy. See ``follow.runner``
-for leases and attempts.
-
-Rules:
-
-- The trainer waits for no upload but at its end: a poll only tells what the thread has left.
-- Each step that waits has a lease, so retention takes none before its copy is made.
-- A failed upload is raised, or warned of, as a failed save is. It leaves the checkpoint alone.
-- Only the child looks at the remote place, also for the copy of an earlier run.
-- No record outlives the run: the next one begins with the latest step, and looks for its copy.
+A runner on a thread of the trainer follows the root (``follow.runner``), and a child makes each copy.
+The trainer waits for no upload but at its end. A failed upload is raised, or warned of, as a failed
+save is; it leaves the checkpoint alone. The next run begins with the latest step, and looks for its
+copy.
 """
 
 from __future__ import annotations
