@@ -1,15 +1,8 @@
 """A thread of each rank that carries reports to the coordinator while the trainer computes.
 
-Without it, a report waits for the trainer's next ``poll``. With it, a checkpoint is finished as soon as
-its shards are durable: the coordinator works on its own thread, and needs no more than the reports.
-
-Rules:
-
-- The agent only brings reports earlier. The rounds of all ranks send the same reports again, and
-  the coordinator takes each once. So an agent may die, and a report may be lost.
-- No agent waits for another one, and no agent is in a collective. An agent ends with its process.
-- Errors of a save are raised by ``poll``, as without an agent.
-- Foreign finalizers hold collectives: they wait for the rounds.
+With it, a checkpoint is finished as soon as its shards are durable. The agent only brings reports
+earlier: the rounds of all ranks send them again, and the coordinator takes each once. So it may die,
+and a report may be lost. It is in no collective, so foreign finalizers wait for the rounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The end of this job's allocation as one rank knows it, and the durations of the job's saves.
-
-Rules: wall time is read once for each end that is told; from then on monotonic time counts (F14).
-A function that raises, or returns something odd, is logged and tells no end.
-"""
+"""The end of this job's allocation as one rank knows it, and the durations of the job's saves."""
 
 from __future__ import annotations
 

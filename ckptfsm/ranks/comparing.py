@@ -3,10 +3,7 @@
 Those are the plain values of a state, a part of bytes, and a ``FileTree`` that says nothing of its
 ranks. Each rank sends a digest for a part with its proposal. Only if these differ, a few of the ranks
 send the digests of all keys, so that the keys can be named. A key that was named once is left out
-from then on.
-
-Rules: nothing raises between the collectives. The names of keys are known to all ranks alike, so
-that their digests of a part stay comparable.
+from then on, on every rank alike.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """The controller of a root, in a job with one driver process and groups of workers. No torch.
 
-An example is a Ray driver. Workers write their part of a checkpoint
-(``ckptfsm.ranks.group_worker``) and return their reports to the controller, by any call that the
-job has. The controller feeds them to the same coordinator that an SPMD job has in its rank 0.
-Ledger, journal and recovery are the same.
-
-Rules:
-
-- Every process that may write has a distinct number in the checkpoint: 0 is the controller, each
-  group follows with its ranks. A group writes exactly one part, named like the group or otherwise.
-- A report counts only for its attempt; it may come late, twice, or never. A missing report ends
-  with the attempt's deadline.
-- Each poll names the failed attempts to the workers, which then end their writers.
+Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and return their reports to
+the controller, by any call that the job has. It feeds them to the same coordinator that an SPMD job
+has in its rank 0. Every process that may write has a number in the checkpoint: 0 is the controller,
+each group follows with its ranks. A report counts only for its attempt; it may come late, twice, or
+never.
 """
 
 from __future__ import annotations
@@ -180,22 +173,20 @@ class Controller(Session):
             metrics=measured(metrics),
             expected_bytes=draft.expected_bytes,
         )
-        of = self._accepted(request)
-        if of is None:
+        accepted = self._participant.request(partial(self._accept, request))
+        if accepted is None:
             return GroupSave(SaveHandle(step), {})
-        accepted = Accepted(of, False, specs)
+        of, grouped = accepted.of, (spec.ranks or () for spec in written.values())
+        self._flights[of] = self._flight(rank for ranks in grouped for rank in ranks)
         handle = self._participant.begin_writing(self._storage, accepted, draft)
         alone = all(_is_at_the_top(part) for part in parts.values())
         tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
         return GroupSave(handle, tickets)
 
     def give_up(self, step: int, why: str) -> None:
-        """Fail a save in flight without using its tickets (local).
+        """Fail a save in flight whose tickets are not used, at the next ``poll`` (local).
 
-        Takes effect at the next ``poll``.
-
-        Otherwise a Ctrl-C between ``begin`` and the hand-out of the tickets would leave the save to
-        its deadline.
+        After a Ctrl-C behind ``begin``, say: it would be left to its deadline.
         """
         unfinished = self._participant.view.unfinished
         for of, state in unfinished.items():
@@ -216,28 +207,12 @@ class Controller(Session):
             specs[name] = PartSpec(name, REPORT.name, directory, ranks, part.optional)
         return specs
 
-    def _accepted(self, request: SaveRequest) -> AttemptId | None:
-        """Ask for the save, and expect its workers' reports. None if it is to be skipped."""
-        answer = self._client.together(partial(self._client.request, request))
-        of: AttemptId | None = answer.value
-        if of is not None:
-            self._flights[of] = self._flight(request.parts)
-            self._participant.expect(of)
-        self._participant.take_update(answer.update)
-        if answer.problem is not None:
-            self._participant.take_refusal(answer.problem)
-        return of
+    def _accept(self, request: SaveRequest) -> Accepted:
+        return Accepted(self._client.request(request), request.in_place, request.parts)
 
-    def _flight(self, parts: Sequence[PartSpec]) -> _Flight:
-        ranks = {rank for spec in parts if spec.format.grouped for rank in spec.ranks or ()}
-        return _Flight(
-            self._ports.clock.monotonic() + self.config.writer_timeout_s, frozenset(ranks)
-        )
-
-    def _unknown(self) -> _Flight:
-        """The flight of an attempt with an interrupted request: any worker may be told to end it."""
-        everyone = frozenset(range(1, self.writers))
-        return _Flight(self._ports.clock.monotonic() + self.config.writer_timeout_s, everyone)
+    def _flight(self, ranks: Iterable[int]) -> _Flight:
+        deadline = self._ports.clock.monotonic() + self.config.writer_timeout_s
+        return _Flight(deadline, frozenset(ranks))
 
     def _ticket(self, of: AttemptId, group: str, part: PartSpec, alone: bool) -> Ticket:
         layout = LAYOUTS[self.config.layout]
@@ -358,7 +333,9 @@ class Controller(Session):
         """
         unfinished = self._participant.view.unfinished
         begun = [of for of in unfinished if self.recovery and of.epoch == self.recovery.epoch]
-        self._flights = {of: self._flights.get(of) or self._unknown() for of in begun}
+        # The request of an attempt without a flight was interrupted: any worker may be told to end it.
+        everyone = range(1, self.writers)
+        self._flights = {of: self._flights.get(of) or self._flight(everyone) for of in begun}
         for of, flight in self._flights.items():
             if unfinished[of] is State.FAILED and not flight.failed:
                 flight.failed, flight.deadline = True, now + self.config.exit_timeout_s
@@ -398,15 +375,13 @@ class Controller(Session):
             with self._one_call.running():
                 located = restorer.choose(step)
             self._participant.say_notes()
-            yield self._reading(located)
+            yield None if located is None else self._reading(located)
         finally:
             # Else the lease expires. At the program's end, the coordinator's thread no longer runs.
             if located is not None and not self._participant.closed and not sys.is_finalizing():
                 restorer.release(located)
 
-    def _reading(self, located: Located | None) -> Reading | None:
-        if located is None:
-            return None
+    def _reading(self, located: Located) -> Reading:
         directory = self._storage.absolute(located.directory)
         return Reading(located.step, directory, located.parts, located.of)
 

@@ -1,15 +1,9 @@
 """A rank's connection to the coordinator: questions asked together, reports sent, news taken.
 
 The coordinator and its thread exist at rank 0 only; every other rank reaches them through the
-transport. Answers and news are the same on every rank.
-
-Rules:
-
-- The training thread never waits for the coordinator without a deadline.
-- An error of the coordinator is part of an answer or an update, so every rank raises it at the same
-  point. An interrupt at rank 0 is raised there; the other ranks raise ``RankInterrupted``.
-- News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as
-  unanswered. So the next exchange tells everything that an interrupt delayed.
+transport. Its errors are part of an answer or an update, so every rank raises them at the same point.
+News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as
+unanswered. So the next exchange tells everything that an interrupt delayed.
 """
 
 from __future__ import annotations
@@ -93,7 +87,7 @@ class CoordinatorClient:
         self._submitted: list[Pending[Any]] = []
         self._asking = False  # until the answer is taken
         self._late: Pending[Any] | None = None
-        self._fatal_taken = False
+        self.fatal_taken = False  # the error that ended the coordinator
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
         self._coordinator, self._executor = coordinator, executor
@@ -114,14 +108,12 @@ class CoordinatorClient:
             return False, None
         call = partial(self._coordinator.leave, of, timeout_s)
         try:
-            state: State | None = self._executor.submit(call).result(timeout_s)
+            return True, self._executor.submit(call).result(timeout_s)
         except FutureTimeout:
-            say(log.warning, "left_in_flight", f"left: the disk did not answer in {timeout_s} s")
+            why = f"the disk did not answer in {timeout_s} s"
         except (CkptFsmError, OSError) as error:
             why = describe(error)
-            say(log.warning, "left_in_flight", f"left with a save in flight: {why}", error=why)
-        else:
-            return True, state
+        say(log.warning, "left_in_flight", f"left with a save in flight: {why}", error=why)
         return False, None
 
     def abandon(self, timeout_s: float) -> bool:
@@ -198,9 +190,7 @@ class CoordinatorClient:
         self._submit(Coordinator.disown, future)
 
     def together(self, question: Callable[[], Any]) -> Answer:
-        """Call ``question`` at rank 0, which asks; every rank gets the answer and the news
-        (collective).
-        """
+        """Call ``question`` at rank 0; every rank gets the answer and the news (collective)."""
         answer = Answer()
         if self._coordinator is not None:
             try:
@@ -234,11 +224,12 @@ class CoordinatorClient:
         shared: Update = self.transport.broadcast(update)
         return shared
 
-    def reporter(self) -> Callable[[Sequence[Event]], None] | None:
-        """At rank 0: a function that reports from any thread. Elsewhere None."""
-        if self._coordinator is None or self._executor is None:
-            return None
-        return partial(_report, self._coordinator, self._executor, self.on_reports)
+    def report(self, events: Sequence[Event]) -> None:
+        """At rank 0: report, from any thread. An error ends the coordinator, and ``poll`` raises it."""
+        coordinator, executor = self._coordinator, self._executor
+        if coordinator is not None and executor is not None:
+            self.on_reports(events)
+            executor.submit(partial(coordinator.report, events))
 
     def give_back(self, value: Any) -> None:
         """At rank 0: give back the lease in an answer that its asker will not see."""
@@ -265,7 +256,7 @@ class CoordinatorClient:
         """True at rank 0 if there is news for an exchange."""
         if self._coordinator is None:
             return False
-        ended = self._coordinator.fatal is not None and not self._fatal_taken
+        ended = self._coordinator.fatal is not None and not self.fatal_taken
         answered = self._late is not None and self._late.done()
         return ended or answered or self._coordinator.news.has(self.taken)
 
@@ -291,14 +282,10 @@ class CoordinatorClient:
 
     def took(self, update: Update) -> None:
         """Note that this rank has taken an update, and the answer that it came with."""
-        self._fatal_taken = self._fatal_taken or update.fatal is not None
+        self.fatal_taken = self.fatal_taken or update.fatal is not None
         if not update.awaiting:
             self._late = None
         self._asking = False
-
-    def is_new(self, fatal: CkptFsmError | None) -> bool:
-        """True for the coordinator's fatal error, until an update with it was taken."""
-        return fatal is not None and not self._fatal_taken
 
     def _submit(
         self,
@@ -317,17 +304,6 @@ def _unheard(events: Sequence[Event]) -> None:
     """Nothing is shown of them."""
 
 
-def _report(
-    coordinator: Coordinator,
-    executor: Executor,
-    on_reports: Callable[[Sequence[Event]], object],
-    events: Sequence[Event],
-) -> None:
-    """Report on the coordinator's thread. An error of its own ends it, and is raised by ``poll``."""
-    on_reports(events)
-    executor.submit(partial(coordinator.report, events))
-
-
 def _look_into_inbox(coordinator: weakref.ref[Coordinator]) -> None:
     """Serve people on the coordinator's thread, also while the trainer computes."""
     served = coordinator()
@@ -340,6 +316,12 @@ def share_answer(transport: Transport, answer: Answer) -> Answer:
     value = answer.value.for_others() if isinstance(answer.value, Accepted) else answer.value
     shared: Answer = transport.broadcast(replace(answer, value=value, interruption=None))
     return shared if transport.rank else answer
+
+
+def first_problem(transport: Transport, problem: str) -> str:
+    """The first rank's problem that is not "", the same on every rank (collective)."""
+    gathered = transport.gather(problem)
+    return str(transport.broadcast(next((p for p in gathered or () if p), "")))
 
 
 def answer_of(error: BaseException) -> Answer:

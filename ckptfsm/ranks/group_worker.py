@@ -1,15 +1,9 @@
 """A worker of a group, in a job with one controller: writes its share of a part. No torch.
 
-Rules:
-
-- ``write`` is collective in the group: its ranks plan together, as in any Megatron save. All later
-  calls are local, also ``poll``, so that a dead worker never leaves another one waiting.
-- A group completes its part itself, because a controller without torch cannot. The writer of the
-  group's first rank waits for the other receipts on the shared disk. Then it writes the loader's
-  files (``.metadata``), and only then its receipt. Once every receipt is there, every part is
-  complete.
-- An error is a report, not an exception: the controller decides. Reports are repeated until a new
-  ticket comes: the controller takes each once.
+``write`` is collective in the group. All later calls are local, so that a dead worker never leaves
+another one waiting. A group completes its part itself, because a controller without torch cannot. The
+writer of its first rank waits for the other receipts, writes the loader's files (``.metadata``), and
+only then puts its own. An error is a report, not an exception: the controller decides.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.signals import OneCall
@@ -77,9 +71,7 @@ class BaseGroupWorker:
     def write(
         self, ticket: Ticket, state: Any = None, *, parts: Parts | Callable[[], Parts] | None = None
     ) -> list[Event]:
-        """Begin to write this rank's share (collective in the group).
-
-        Returns reports for the controller.
+        """Begin to write this rank's share (collective in the group). Returns reports.
 
         ``state`` is a sharded state dict for the part's directory itself. ``parts`` maps inner
         directories to several of them, to a ``FileTree``, or to None if other ranks write it.
@@ -232,8 +224,7 @@ class BaseGroupWorker:
     # ----------------------------------------------------------------------------------- reports
 
     def poll(self, doomed: Sequence[AttemptId] = ()) -> list[Event]:
-        """Every report of the newest ticket, again at every call: an answer may have been lost
-        (local).
+        """Every report of the newest ticket (local), again at every call: answers may be lost.
 
         ``doomed``: attempts that have failed. Their writers are killed; only a writer that is
         certainly gone is reported gone.
@@ -360,8 +351,7 @@ class GroupParts:
         return replace(spec, directory=join(self.part.directory, self.keys[spec.name]))
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
+class Unfinished(NamedTuple):
     """A torch_dist directory that the group's first rank completes once all its ranks have written."""
 
     name: str

@@ -1,12 +1,8 @@
-"""The objects that a trainer holds: a save's handle, a restore's result, and the mirrored view.
-
-Rules: every rank sees the same transitions in the same order (they are broadcast). So every rank's
-view is the same at the same point, and decisions based on it need no further exchange.
-"""
+"""The objects that a trainer holds: a save's handle, a restore's result, and the mirrored view."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,9 +165,3 @@ def facts_of(reason: CkptFsmError) -> dict[str, Any]:
         "file": reason.facts.get("file"),
         "errno_name": reason.facts.get("errno_name"),
     }
-
-
-def only(values: Iterable[Any]) -> Any:
-    """The single value, or None if there are more or none."""
-    found = list(values)
-    return found[0] if len(found) == 1 else None

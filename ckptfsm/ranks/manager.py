@@ -1,18 +1,7 @@
 """The interface for a trainer on one rank, in lockstep with the other ranks.
 
-Every public method is collective unless it says otherwise: all ranks call it at the same point. The
-coordinator lives in rank 0. Every rank has a writer, and reports its results.
-
-Rules:
-
-- A local error is never raised between collectives. The next exchange carries it, and every rank
-  raises it, so that no rank is left waiting (I10).
-- ``save`` begins with one exchange: every rank's proposal goes to rank 0, which asks the
-  coordinator. An accepted attempt or a refusal comes back. In between, a flag says whether values
-  differ by rank; if so, a few ranks tell more. ``poll`` costs one tiny exchange while a
-  save is in flight. An idle ``poll`` has none, unless the configuration needs agreement.
-- The training thread never touches the coordinator's disk work: it asks, with a deadline.
-- The arguments of a request are frozen at the call: nothing later reads a live step.
+A local error is never raised between collectives. The next exchange carries it, and every rank
+raises it, so that no rank is left waiting (I10).
 """
 
 from __future__ import annotations
@@ -88,15 +77,13 @@ class Manager(Session):
     ) -> SaveHandle:
         """Draft, ask, stage and write. A refusal is raised on every rank, or the save is skipped."""
         proposed = self._share.propose(step, call, metrics)
-        answer = self._client.together(partial(self._judge, proposed))
-        accepted: Accepted | None = answer.value
-        if accepted is not None:
-            self._participant.expect(accepted.of)
-        self._participant.take_update(answer.update)
+        accepted: Accepted | None = None
+        try:
+            accepted = self._participant.request(partial(self._judge, proposed))
+        finally:
+            if accepted is None:
+                self._share.undo(proposed.draft)
         if accepted is None or proposed.draft is None:
-            self._share.undo(proposed.draft)
-            assert answer.problem is not None
-            self._participant.take_refusal(answer.problem)
             return SaveHandle(step)
         return self._participant.begin_writing(self._storage, accepted, proposed.draft)
 

@@ -1,15 +1,9 @@
 """This rank's side of the protocol: rounds with the other ranks, and the news that come back.
 
-All ranks run a round at the same points. A round is one tiny exchange ("has any rank news?"),
-followed by a full one if so. In the full exchange all reports go to the coordinator. All news come
-back, the same on every rank and in the same order.
-
-Rules:
-
-- An error or a warning waits for a point that every rank reaches.
-- News are taken one after the other: a hook that is called meanwhile cannot take any.
-- An interrupt loses nothing. News count as taken after all their effects, and taking them twice
-  changes nothing. ``reports`` does the same for this rank's reports.
+All ranks run a round at the same points: one tiny exchange ("has any rank news?"), then a full one
+if so. In the full exchange all reports go to the coordinator. All news come back, the same on every
+rank and in the same order. An error or a warning waits for a point that every rank reaches. An
+interrupt loses nothing: news count as taken after all their effects, and may be taken twice.
 """
 
 from __future__ import annotations
@@ -108,11 +102,12 @@ class Participant:
         self._hooks = tuple(hooks)
         self._meters = tuple(hook for hook in hooks if isinstance(hook, Meter))
         self._rank, self._writers = ports.transport.rank, writers
+        self._alone = ports.transport.world_size == 1
         self._inbox: list[NumberedNews] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
         # Attempts that failed, and steps without room for a save, since the last tracked save.
         self._lost: set[AttemptId | int] = set()
-        self._next_timed_save = 0.0
+        self._interval_s, self._next_timed_save = config.save_interval_s, 0.0
         self._unpolled_since: int | None = None  # the step of the save without a poll
         self._lone_makes: list[
             tuple[AttemptId, PartSpec]
@@ -138,7 +133,7 @@ class Participant:
     def begin(self, view: View, update: Update) -> None:
         """Note the content of an opened root, and take the news of the opening."""
         self.view = view
-        self._next_timed_save = self._ports.clock.monotonic() + (self._config.save_interval_s or 0)
+        self._next_timed_save = self._ports.clock.monotonic() + (self._interval_s or 0)
         self._client.took(update)
         for number, news in update.news:
             self._client.taken = number + 1
@@ -155,21 +150,15 @@ class Participant:
         problem = self.reports.await_writer(timeout_s)
         if busy is not None and self._rank == 0 and not problem:
             left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
-            problem = self._finish_alone(busy, max(left_s, _LEAVE_S))
+            known, state = self._client.leave(busy, max(left_s, _LEAVE_S))
+            if not known:
+                problem = "whether it was finished is not known: the next start decides"
+            elif state not in _KEPT:
+                problem = "is lost: not all of its shards were durable"
         self._share.forget()
         if busy is None or not problem:
             return ""
         return f"step {busy.step} was in flight when its manager was left, and {problem}"
-
-    def _finish_alone(self, of: AttemptId, timeout_s: float) -> str:
-        """At rank 0: finish the save in flight from its files on disk.
-
-        Returns the reason if that fails.
-        """
-        known, state = self._client.leave(of, timeout_s)
-        if not known:
-            return "whether it was finished is not known: the next start decides"
-        return "" if state in _KEPT else "is lost: not all of its shards were durable"
 
     # ------------------------------------------------------------------------------------- rounds
 
@@ -204,11 +193,8 @@ class Participant:
             self._ports.clock.sleep(pause)
 
     def catch_up(self, timeout_s: float) -> None:
-        """In a job with one rank: first deal with the remains of an interrupted call.
-
-        With more ranks no call is interrupted: handlers wait for its end.
-        """
-        if self._ports.transport.world_size == 1 and not self._caught_up(self.view):
+        """In a job with one rank, whose calls can be interrupted: first deal with the remains of one."""
+        if self._alone and not self._caught_up(self.view):
             self.drive(self._caught_up, timeout_s, "an earlier answer of the disk")
 
     def _caught_up(self, view: View) -> bool:
@@ -235,19 +221,11 @@ class Participant:
             self.settle(handle, timeout_s)
             if handle.exception() is not None:
                 raised = handle.exception()  # raised by the handle
-                kept = {of: e for of, e in self.failures.items() if e is not raised}
-                self.failures = kept
-                self.failures.pop(handle.attempt, None)
-
-    @property
-    def quiet(self) -> bool:
-        """True while no exchange is needed, the same on every rank.
-
-        A single rank also checks for the remains of an interrupted call.
-        """
-        alone = self._ports.transport.world_size == 1
-        left = alone and (self._client.has_news or self._client.unanswered)
-        return self.view.quiet and not left
+                self.failures = {
+                    of: error
+                    for of, error in self.failures.items()
+                    if error is not raised and of != handle.attempt
+                }
 
     def exchange(self, others: Sequence[bool] = ()) -> Sequence[bool]:
         """Make a cheap exchange, and a full one if any rank has news (collective).
@@ -259,7 +237,7 @@ class Participant:
         self.reports.note_due(self.view)
         flags = [
             bool(self.reports.outbox) or self._client.has_news,
-            self._timed_save_due(now),
+            self._rank == 0 and self._interval_s is not None and now >= self._next_timed_save,
             self.save_asked,
             self.allocation.ends_soon(idle=self.view.quiet),
             *others,
@@ -272,7 +250,7 @@ class Participant:
             self.preempted = True
         if agreed[_SAVE_DUE] or agreed[_PREEMPTED] or agreed[_ENDING]:
             self.save_due = True
-            self._next_timed_save = now + (self._config.save_interval_s or 0)
+            self._next_timed_save = now + (self._interval_s or 0)
         if agreed[_NEWS]:
             sent = list(self.reports.outbox)
             update = self._client.exchange(sent)
@@ -284,7 +262,9 @@ class Participant:
     def poll(self, *, due: bool) -> None:
         """Make an exchange if one is ``due`` or needed, and raise failures (collective)."""
         self._unpolled_since = None
-        if due or not self.quiet:
+        # A lone rank may have the remains of an interrupted call.
+        left = self._alone and (self._client.has_news or self._client.unanswered)
+        if due or left or not self.view.quiet:
             with self.calls.running():
                 self.exchange()
         self._client.work_in_background()
@@ -323,10 +303,6 @@ class Participant:
             said = f"{error.message}; {', '.join(waits)}: one that waits for other ranks needs"
             raise RankFailed(f"{said} FileTree(make, every_rank=True)", **error.facts) from error
 
-    def _timed_save_due(self, now: float) -> bool:
-        timed = self._rank == 0 and self._config.save_interval_s is not None
-        return timed and now >= self._next_timed_save
-
     def take_update(self, update: Update) -> None:
         """Act on the news, on every rank in the same order. An interrupt leaves the rest for later."""
         known = self._inbox[-1][0] if self._inbox else self._client.taken - 1
@@ -342,7 +318,7 @@ class Participant:
                 if isinstance(news, TransitionRecord):
                     self._call_hooks(news)
             self.view.awaiting = update.awaiting
-            if update.fatal is not None and self._client.is_new(update.fatal):
+            if update.fatal is not None and not self._client.fatal_taken:
                 self._end(update.fatal)
             self._client.took(update)
         finally:
@@ -379,8 +355,11 @@ class Participant:
         if news.dest is State.FAILED:
             self.reports.end_writer(news.of)
             self._end_failed(news)
-        elif news.dest is State.QUARANTINED and handle is not None:
-            self._on_withdrawn(news)
+        elif (
+            news.dest is State.QUARANTINED and handle is not None
+        ):  # withdrawn before it was tracked
+            self._share.forget()
+            self._end_failed(news)
         elif news.acknowledges:
             self._on_tracked(news)
 
@@ -400,10 +379,7 @@ class Participant:
         self.warn_later(RecoveryWarning(text))
 
     def _on_blocked(self, news: Blocked) -> None:
-        """Keep the reason of a block.
-
-        Warn once of a save in flight: a person may repair the disk in time.
-        """
+        """Keep the reason of a block. Warn of a save in flight: a person may repair the disk in time."""
         self.view.blocked[news.of] = news.error
         handle = self._handles.get(news.of)
         if handle is not None:
@@ -418,11 +394,6 @@ class Participant:
         self._lost.clear()
         self._share.forget()
         self._handles.pop(record.of, None)
-
-    def _on_withdrawn(self, record: TransitionRecord) -> None:
-        """Fail a save for the trainer that was published, but withdrawn before it was tracked."""
-        self._share.forget()
-        self._end_failed(record)
 
     def _end_failed(self, record: TransitionRecord) -> None:
         """Fail the handle, and apply ``on_failure``."""
@@ -504,10 +475,7 @@ class Participant:
     # -------------------------------------------------------------------------------------- a save
 
     def make_way(self, step: int) -> bool:
-        """Make way for a save; False if it is to be skipped. The same on every rank.
-
-        A root has one save in flight: wait, skip or refuse.
-        """
+        """Wait for the save in flight, or refuse; False: skip this one. The same on every rank."""
         self.watch_polls(step)
         self.catch_up(self._config.effect_timeout_s)
         self.raise_failures()
@@ -589,6 +557,20 @@ class Participant:
                 )
             )
 
+    def request(self, question: Callable[[], Accepted]) -> Accepted | None:
+        """Ask for a save at rank 0, for all ranks (collective). None if it is to be skipped.
+
+        Raises its refusal.
+        """
+        answer = self._client.together(question)
+        accepted: Accepted | None = answer.value
+        if accepted is not None:
+            self.expect(accepted.of)
+        self.take_update(answer.update)
+        if answer.problem is not None:
+            self.take_refusal(answer.problem)
+        return accepted
+
     def begin_writing(self, storage: Storage, accepted: Accepted, draft: Draft) -> SaveHandle:
         """Stage and fork this rank's share of an accepted save."""
         self.save_due, self._unpolled_since = False, accepted.of.step
@@ -606,8 +588,9 @@ class Participant:
         """The handle of an accepted save: from now on every rank raises its failure."""
         handle = self._handles.get(of)
         if handle is None:
-            progress = self._share.progress
-            handle = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for, None, progress)
+            handle = SaveHandle(
+                of.step, State.REQUESTED, of, _wait=self.wait_for, _progress=self._share.progress
+            )
             self._handles[of] = handle
         return handle
 
@@ -617,9 +600,7 @@ class HandleDone:
     handle: SaveHandle
 
     def __call__(self, view: View) -> bool:
-        """True once the save is done and retention was applied, unless another attempt is being
-        cleaned up.
-        """
+        """True once the save is done and retention was applied, if no other attempt is cleaned up."""
         failed = self.handle.exception() is not None
         return self.handle.done and (failed or not view.retention_due or bool(view.unfinished))
 

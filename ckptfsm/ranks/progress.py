@@ -1,14 +1,8 @@
 """The progress of a rank's share of a save, and the display of the save in flight at rank 0.
 
-Rules:
-
-- A rank knows its writer's bytes, from memory that both share. No message and no collective tells them
-  to other ranks: with a thousand ranks, rank 0 would be busy with them. Each rank has its own
-  ``SaveHandle.progress``.
-- Rank 0 hears the other ranks where it does anyway, in their reports: which ranks are durable, with
-  how many bytes, and when.
-- The display has no thread. The agent draws while the trainer computes, and the rounds do.
-- An error of the terminal ends the display, and nothing else.
+A rank knows the bytes of its own writer only: with a thousand ranks, telling them would keep rank 0
+busy. Rank 0 sees in the other ranks' reports which of them are durable. The display has no thread: the
+agent draws while the trainer computes, and the rounds do.
 """
 
 from __future__ import annotations

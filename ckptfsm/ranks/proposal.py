@@ -1,8 +1,6 @@
 """The proposals of all ranks for a save, and their agreement.
 
-Rules: ``propose`` is local and never raises. A rank that cannot prepare a save writes its error
-into its proposal, and the save is refused on every rank. All checks of agreement are in this
-module.
+A rank that cannot prepare a save writes its error into its proposal, and every rank refuses the save.
 """
 
 from __future__ import annotations
@@ -107,6 +105,7 @@ def propose(
     except BaseException as error:  # also torch's; carried to the exchange, raised on every rank
         say(log.exception, "draft_failed", f"step {step}: cannot be prepared", step=step)
         return None, Proposal(step, world_size, error=words_of(error), place=_place_of(error))
+    contents = ((name, content_of(value)) for name, value in named.items())
     return draft, Proposal(
         step,
         world_size,
@@ -116,7 +115,7 @@ def propose(
         draft.summary,
         draft.expected_bytes,
         figures,
-        trees=trees_of(named),
+        trees=tuple((n, c.every_rank) for n, c in contents if isinstance(c, FileTree)),
     )
 
 
@@ -136,12 +135,6 @@ def _place_of(error: BaseException) -> tuple[tuple[str, str], ...]:
     if not is_about_a_value(error):
         return ()
     return tuple((name, str(error.facts[name])) for name in ("part", "key"))
-
-
-def trees_of(named: Mapping[str, Any]) -> tuple[tuple[str, bool | None], ...]:
-    """The name of each ``FileTree`` among parts, with its ``every_rank``."""
-    contents = {name: content_of(value) for name, value in named.items()}
-    return tuple((n, each.every_rank) for n, each in contents.items() if isinstance(each, FileTree))
 
 
 def measured(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:

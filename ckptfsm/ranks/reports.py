@@ -1,12 +1,7 @@
 """The reports of this rank to the coordinator: of its share of a save, and of foreign finalizers.
 
-Rules:
-
-- A local error is a report: it is never raised between collectives, and every rank hears of it.
-- The writer of a failed attempt is killed; a writer is reported gone only when that is certain.
-- An interrupt loses no report: each round of ``note_due`` computes anew which reports are due.
-  An attempt in flight without a share of this rank's is given up. A report is sent until an
-  exchange took it.
+An interrupt loses no report: each round of ``note_due`` computes anew which reports are due, and a
+report is sent until an exchange took it.
 """
 
 from __future__ import annotations

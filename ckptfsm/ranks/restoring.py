@@ -1,13 +1,9 @@
 """Restore: choose, lease, verify, load. All ranks take every step together.
 
 A file that a rank reads whole is verified in that same pass, see ``ports.VerifiedReading``. Every
-other file is verified before anything is loaded.
-
-Rules: nothing is returned before it was verified, and nothing is verified without a lease on it, so
-that it cannot be pruned meanwhile (F27). No object is unpickled, by us or by megatron-core, before
-its file was verified. An exchange turns a problem of one rank into a problem of all, never raised
-between collectives. The load itself is megatron-core's, and holds further collectives. If a rank
-dies inside the load, only the process group's timeout ends the wait.
+other file is verified before anything is loaded, and no object is unpickled before its file was. A
+lease keeps the checkpoint meanwhile (F27). The load itself is megatron-core's, with collectives of its
+own: if a rank dies inside, only the process group's timeout ends the wait.
 """
 
 from __future__ import annotations
@@ -40,7 +36,8 @@ from ckptfsm.core.requests import Located
 from ckptfsm.disk.durable import is_about_content
 from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.ranks.handle import Restored, only
+from ckptfsm.ranks.coordinator_client import first_problem
+from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.proposal import name_parts
 
 log = logging.getLogger("ckptfsm")
@@ -115,9 +112,7 @@ class Restorer:
     def _choose(
         self, step: int | None, named: Mapping[str, Any] | None
     ) -> tuple[Located, _Verified] | None:
-        """The checkpoint to read into ``named``, with a lease on it; files are read whole if it is
-        given.
-        """
+        """The checkpoint to read, with a lease. With ``named``, files are read whole into that."""
         while True:
             located: Located | None = self.agree(Coordinator.locate, step)
             if located is None:
@@ -174,14 +169,10 @@ class Restorer:
         The content of the files in ``later`` is not looked at. A disk that cannot be read is not
         damage: that raises, and nothing is withdrawn.
         """
-        share = self._everywhere(located.step, self._start_verifying, located, later)
+        look = partial(self._verify_share, located, later)
+        share = self._everywhere(located.step, self._start, look)
         self._await(share)
-        return self._first_of_all(self._everywhere(located.step, share.result))
-
-    def _first_of_all(self, problem: str) -> str:
-        """The first problem of a rank, the same on every rank."""
-        gathered = self.transport.gather(problem)
-        return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
+        return first_problem(self.transport, self._everywhere(located.step, share.result))
 
     def _await(self, share: Pending[str]) -> None:
         """Wait until every rank has verified its share; meanwhile the ranks keep exchanging flags.
@@ -193,9 +184,6 @@ class Restorer:
             if not any(self.calls.agree(self.transport.any_flags, waits, "verified a checkpoint")):
                 return
             self.ports.clock.sleep(pause)
-
-    def _start_verifying(self, located: Located, later: Collection[str]) -> Pending[str]:
-        return self._start(partial(self._verify_share, located, later))
 
     def _start(self, work: Callable[[], str]) -> Pending[str]:
         """Begin on another thread: a rank may not be silent for so long."""
@@ -211,9 +199,6 @@ class Restorer:
         if self.config.verify == "none" or not located.files:
             return ""
         share = located.files[self.transport.rank :: self.transport.world_size]
-        return self._look_at(located, share, later)
-
-    def _look_at(self, located: Located, share: Sequence[FileEntry], later: Collection[str]) -> str:
         problem = self._sizes(located, share)
         if not problem and self.transport.rank == 0:
             problem = check_extra_shards(self.storage, located.directory, located.files)
@@ -252,13 +237,12 @@ class Restorer:
         # Still the verified one.
         directory = self._everywhere(step, self.storage.absolute, located.directory)
         own = {name: loaded[name] for name, value in named.items() if value is not None}
+        only = next(iter(own.values())) if len(own) == 1 else None
         keys = tuple(sorted(dropped)), tuple(sorted(unused))
-        return Restored(step, only(own.values()), own, *keys, directory)
+        return Restored(step, only, own, *keys, directory)
 
     def _read(self, step: int, verified: _Verified) -> None:
-        """Read this rank's files into its state. Raises ``_FoundDamaged`` if any rank found a bad
-        one.
-        """
+        """Read this rank's files into its state. ``_FoundDamaged`` if any rank found a bad one."""
         share, failure = _attempt(self._start, partial(_read_whole, verified))
         try:
             self._agree_that_none_failed(step, failure)
@@ -270,17 +254,18 @@ class Restorer:
             if share is not None:
                 share.exception()
             raise
-        problem = self._first_of_all(self._everywhere(step, share.result))
+        problem = first_problem(self.transport, self._everywhere(step, share.result))
         if problem:
             raise _FoundDamaged(problem)
 
     def _with_others(self, located: Located, named: Mapping[str, Any]) -> dict[str, Any]:
         """Add the parts of other ranks, empty: loading a torch_dist part is collective."""
         plain = {spec.name for spec in located.parts if not spec.format.sharded}
-        wanted = {
-            name: value for name, value in named.items() if value is not None or name not in plain
+        return {
+            name: {} if value is None else value
+            for name, value in named.items()
+            if value is not None or name not in plain
         }
-        return {name: {} if value is None else value for name, value in wanted.items()}
 
     def _part_directories(self, located: Located, named: Mapping[str, Any]) -> dict[str, str]:
         known = {spec.name: spec.directory for spec in located.parts}
@@ -299,11 +284,7 @@ class Restorer:
         return {name: join(base, known.get(name, "")) for name in named}
 
     def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> set[str]:
-        """Find mismatches at rank 0 that would make one rank raise inside the load, and the others
-        wait.
-
-        Returns the keys that no rank asks for, at rank 0.
-        """
+        """At rank 0: the keys that no rank asks for. Raises if one rank would raise inside the load."""
         return self.driver.check(surveys, dropped) if surveys is not None else set()
 
     def _agree_on_drops(self, missing: set[str]) -> set[str]:
@@ -325,17 +306,15 @@ class Restorer:
 
     def _agree_that_none_failed(self, step: int | None, failure: BaseException | None) -> None:
         """Raise if this rank or another one failed. See ``_everywhere``."""
-        problem = ""
+        problem, rank = "", self.transport.rank
         if failure is not None:
             if isinstance(failure, RestoreFailed):
                 failure.facts = {"step": step, "file": self.storage.root} | failure.facts
-            problem, rank = describe(failure), self.transport.rank
+            problem = f"rank {rank}: {describe(failure)}"
             what = "the latest step" if step is None else f"step {step}"
-            said = f"rank {rank} cannot restore {what}: {problem}"
+            said = f"{what} cannot be restored: {problem}"
             say(log.warning, "restore_problem", said, exc_info=failure, step=step, rank=rank)
-        gathered = self.transport.gather(problem)
-        found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
-        first = self.transport.broadcast(found[0] if found else "")
+        first = first_problem(self.transport, problem)
         if isinstance(failure, (CkptFsmError, *_LEAVING)):
             raise failure
         if first:

@@ -1,12 +1,9 @@
 """Base class of ``CheckpointManager`` and ``Controller``: open, poll, pin, roll back, close.
 
-Subclasses add saving. ``Manager`` is one rank of a job with the same program on all ranks;
-``Controller`` is the single process that drives groups of workers.
-
-Rules: every public method is collective unless it says otherwise. All ranks of the transport call
-it at the same point (a controller's has one). A single thread calls at a time. Signal handlers wait
-for the end of a call, or for a place in it that all ranks reach together. The training thread never
-touches the coordinator's disk work: it asks, with a deadline.
+``Manager`` is one rank of a job with the same program on all ranks. ``Controller`` is the single
+process that drives groups of workers. Every public method is collective unless it says otherwise:
+all ranks of the transport call it at the same point, and a single thread at a time. Signal handlers
+wait for the end of a call, or for a place in it that all ranks reach together.
 """
 
 from __future__ import annotations
@@ -49,6 +46,7 @@ from ckptfsm.ranks.coordinator_client import (
     Answer,
     CoordinatorClient,
     answer_of,
+    first_problem,
     share_answer,
     typed,
 )
@@ -110,19 +108,14 @@ class Session:
     def undisturbed(self) -> AbstractContextManager[None]:
         """A block in which signal handlers wait, for calls that belong together (local).
 
-        An example is ``Controller.begin`` and the hand-out of its tickets: an interrupt between
-        them would leave a save without writers. Raises ``ConfigError`` if another thread is in a
-        call.
+        Raises ``ConfigError`` if another thread is in a call.
         """
         return self._one_call.running()
 
     # ------------------------------------------------------------------------------ open and close
 
     def _open(self, problem: CkptFsmError | None) -> None:
-        """Open the root at rank 0 and share its content, or raise on every rank.
-
-        ``problem`` is an earlier error of this rank.
-        """
+        """Open the root at rank 0 and share its content, or raise on every rank, as for ``problem``."""
         answer = Answer()
         if self.rank == 0:
             try:
@@ -147,7 +140,8 @@ class Session:
         mailbox = self._ports.mailbox()
         if mailbox is not None:
             show = self._participant.show.look
-            agent = Agent(self._ports.clock, mailbox, self._client.reporter(), show)
+            reports_to = self._client.report if self.rank == 0 else None
+            agent = Agent(self._ports.clock, mailbox, reports_to, show)
             agent.start()
             self._share.agent = agent
         self._note_recovery()
@@ -177,19 +171,13 @@ class Session:
 
     def _agree_that_all_opened(self, raised: BaseException | None) -> None:
         """Raise this rank's error, or that of another rank (collective)."""
-        transport = self._ports.transport
-        if not transport.any_flags([raised is not None])[0]:
-            return
-        problems = transport.gather(describe(raised) if raised is not None else "")
-        found = [f"rank {rank}: {p}" for rank, p in enumerate(problems or ()) if p]
-        first = transport.broadcast(found[0] if found else "")
-        raise raised or RankFailed(f"another rank could not open the root: {first}")
+        said = "" if raised is None else f"rank {self.rank}: {describe(raised)}"
+        first = first_problem(self._ports.transport, said)
+        if first:
+            raise raised or RankFailed(f"another rank could not open the root: {first}")
 
     def _watch_signals(self) -> CkptFsmError | None:
-        """Watch the configured signals.
-
-        Returns the error if that fails. Handlers wait inside a call.
-        """
+        """Watch the configured signals. Returns the error if that fails."""
         try:
             for name in self.config.preemption_signals:
                 number = signal.Signals[name]
@@ -200,11 +188,9 @@ class Session:
         return None
 
     def _unwatch_signals(self) -> None:
-        """Restore the previous handlers.
-
-        A newer handler stays: it may call ours, which calls the previous one.
-        """
+        """Restore the previous handlers."""
         for number, previous in self._signals.items():
+            # A newer handler stays: it may call ours, which calls the previous one.
             if signal.getsignal(number) == self._on_signal and previous is not None:
                 signal.signal(number, previous)
 
@@ -212,18 +198,16 @@ class Session:
         """Collect the warnings about recovery, shown at the first step, before hours of training."""
         assert self._recovery is not None
         decisions = self._recovery.decisions
+        words = {
+            Result.REPORTED: "is left alone",
+            Result.QUARANTINED: "goes to quarantine",
+            Result.FAILED: "was in flight ({}) when the last run ended, and is lost",
+        }
         notes = [
-            f"{d.subject} is left alone: {d.why}" for d in decisions if d.result is Result.REPORTED
-        ]
-        notes += [
-            f"{d.subject} goes to quarantine: {d.why}"
-            for d in decisions
-            if d.result is Result.QUARANTINED
-        ]
-        notes += [
-            f"{d.subject} was in flight ({d.last}) when the last run ended, and is lost: {d.why}"
-            for d in decisions
-            if d.result is Result.FAILED
+            f"{each.subject} {said.format(each.last)}: {each.why}"
+            for result, said in words.items()
+            for each in decisions
+            if each.result is result
         ]
         for note in (*self._recovery.warnings, *notes):
             self._participant.warn_later(RecoveryWarning(note))
@@ -309,8 +293,7 @@ class Session:
         self._participant.raise_failures()
 
     def abandon(self) -> None:
-        """Leave without the other ranks: a bounded wait for this rank's writer, then only local
-        work.
+        """Leave without the other ranks: a bounded wait for this rank's writer, then local work.
 
         If all shards of a save are durable by then and the journal can be written, the save is
         finished here or by the next start. A ``SaveFailedWarning`` reports a lost save.
@@ -340,10 +323,7 @@ class Session:
                 raise
 
     def _let_go(self, timeout_s: float) -> None:
-        """Let go of root and transport. After an interrupt, call again.
-
-        The storage stays open if the coordinator still works on the root after ``timeout_s``.
-        """
+        """Let go of root and transport. After an interrupt, call again."""
         self._participant.end()
         if self._jobs is not None:
             self._jobs.stop()
@@ -351,7 +331,7 @@ class Session:
         self._client.stop()
         self._ports.close_writers()
         self._ports.transport.close()
-        if idle and hasattr(self, "_storage"):
+        if idle and hasattr(self, "_storage"):  # else the coordinator still works on it
             self._storage.close_root()
         self._gone = True
 
@@ -487,9 +467,7 @@ class Session:
             self._participant.raise_failures()
 
     def wait_for(self, handle: SaveHandle) -> None:
-        """Wait until one save is tracked or has failed (collective).
-
-        Raises the same errors as ``poll``.
+        """Wait until one save is tracked or has failed (collective). Raises the errors of ``poll``.
 
         ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
         after ``busy_timeout_s``; under ``"warn"`` a save that the disk blocks is not waited for.

@@ -1,13 +1,7 @@
 """This process's share of a save: planned with the other ranks, then written by a writer, to its end.
 
-A rank of a job has one such object, and so has a worker of a group. They differ in who is told.
-
-Rules:
-
-- A writer is kept from before it may run until it is certainly gone, or its save is over.
-- A writer ends before the data that it reads is let go of.
-- Only a writer that is certainly gone counts as gone.
-- A share that cannot begin leaves no writer, and the draft holds nothing any more.
+A rank of a job has one such object, and so has a worker of a group. They differ in who is told. A
+writer is kept from before it may run until it is certainly gone, or its save is over.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ MUTANTS = (
     mutant(
         "only-the-rank-that-found-a-fault-hears-of-it",
         "ranks.restoring:Restorer._read",
-        "problem = self._first_of_all(self._everywhere(step, share.result))",
+        "problem = first_problem(self.transport, self._everywhere(step, share.result))",
         "problem = self._everywhere(step, share.result)",
         breaks="I10",
         source="F31",
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     mutant(
         "no-file-is-verified-if-one-is-read-whole",
-        "ranks.restoring:Restorer._look_at",
+        "ranks.restoring:Restorer._verify_share",
         "if entry.name not in later",
         "if not later",
         breaks="F21",

@@ -423,7 +423,8 @@ class Trainer:
         """The agent's look, outside of the rounds: its thread has no turns of its own here."""
         share = self.manager._share
         if self._agent is None:
-            mailbox, report = Mail(self.site, self.job.mail), self.manager._client.reporter()
+            mailbox = Mail(self.site, self.job.mail)
+            report = self.manager._client.report if self.manager.rank == 0 else None
             self._agent = Agent(
                 self.ports.clock, mailbox, report, self.manager._participant.show.look
             )
