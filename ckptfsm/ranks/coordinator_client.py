@@ -332,6 +332,17 @@ def answer_of(error: BaseException) -> Answer:
     return Answer(error=interrupted, interruption=error)
 
 
+def carried(
+    work: Callable[P, object], *arguments: P.args, **keywords: P.kwargs
+) -> CkptFsmError | None:
+    """Call ``work``. Returns its error for the next exchange: the other ranks must not wait."""
+    try:
+        work(*arguments, **keywords)
+    except Exception as error:
+        return typed(error)
+    return None
+
+
 def typed(error: BaseException) -> CkptFsmError:
     """``error`` as a ``CkptFsmError``, so that it can be sent to every rank."""
     if isinstance(error, CkptFsmError):

@@ -46,9 +46,9 @@ from ckptfsm.ranks.coordinator_client import (
     Answer,
     CoordinatorClient,
     answer_of,
+    carried,
     first_problem,
     share_answer,
-    typed,
 )
 from ckptfsm.ranks.handle import SaveHandle, View
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant, nothing_unfinished
@@ -95,7 +95,7 @@ class Session:
         self._jobs: JobsBeside | None = None
         self._storage: Storage
         try:
-            problem = self._watch_signals()
+            problem = carried(self._watch_signals)
             with self._one_call.running():
                 self._open(problem)
         except BaseException:  # a Ctrl-C too: the root must be given back
@@ -133,7 +133,7 @@ class Session:
             except BaseException as error:  # a Ctrl-C too: the other ranks wait for the broadcast
                 answer = answer_of(error)
         answer = share_answer(self._ports.transport, answer)
-        raised = answer.problem or problem or self._open_locally(answer)
+        raised = answer.problem or problem or carried(self._open_locally, answer)
         self._agree_that_all_opened(raised)
         self._recovery, view, _, _ = answer.value
         self._participant.begin(view, answer.update)
@@ -146,17 +146,12 @@ class Session:
             self._share.agent = agent
         self._note_recovery()
 
-    def _open_locally(self, answer: Answer) -> CkptFsmError | None:
-        """Open this rank's storage. Returns the error if that fails."""
-        try:
-            if self.rank != 0:
-                _, _, root, settings = answer.value
-                self._refuse_other_settings(settings)
-                late_s = self.config.visibility_timeout_s
-                self._storage = open_shared(self._ports, root, late_s)
-        except Exception as error:  # the other ranks must not believe that the manager is open
-            return typed(error)
-        return None
+    def _open_locally(self, answer: Answer) -> None:
+        """Open this rank's storage."""
+        if self.rank != 0:
+            _, _, root, settings = answer.value
+            self._refuse_other_settings(settings)
+            self._storage = open_shared(self._ports, root, self.config.visibility_timeout_s)
 
     def _refuse_other_settings(self, first: Mapping[str, object]) -> None:
         """Refuse settings that are not those of rank 0: the ranks' exchanges would not meet."""
@@ -176,16 +171,12 @@ class Session:
         if first:
             raise raised or RankFailed(f"another rank could not open the root: {first}")
 
-    def _watch_signals(self) -> CkptFsmError | None:
-        """Watch the configured signals. Returns the error if that fails."""
-        try:
-            for name in self.config.preemption_signals:
-                number = signal.Signals[name]
-                self._signals[number] = signal.getsignal(number)
-                signal.signal(number, self._on_signal)
-        except Exception as error:  # for example not in the main thread; all ranks must hear of it
-            return typed(error)
-        return None
+    def _watch_signals(self) -> None:
+        """Watch the configured signals. Raises outside of the main thread, for example."""
+        for name in self.config.preemption_signals:
+            number = signal.Signals[name]
+            self._signals[number] = signal.getsignal(number)
+            signal.signal(number, self._on_signal)
 
     def _unwatch_signals(self) -> None:
         """Restore the previous handlers."""
