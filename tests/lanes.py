@@ -37,7 +37,6 @@ GATE: Mapping[str, str] = MappingProxyType(
         "test_f2_f29_killed_rank_leaves_no_orphan_and_the_job_restarts_on_its_port": "1",
         "test_f3_coordinator_killed_after_the_shards_is_rolled_forward": "manifest",
         "test_f1_killed_writer_fails_the_save_on_all_ranks": "1",
-        "test_f1_killed_write_worker_fails_the_save_on_all_ranks": "1",
         "test_f25_exception_leaves_in_time_and_the_next_start_decides": "raising0",
         # Stock code loses what ours keeps: no promise of ours.
         "test_non_persistent_cleanup_spares_the_tracked_one": "True",

@@ -320,7 +320,7 @@ def test_F28_a_queue_that_ends_with_calls_says_so(
     """Catches: a loop that never finalizes what it schedules, without a word."""
     from ckptfsm.integrations.queue import AsyncCallsQueue
 
-    monkeypatch.setattr(AsyncCallsQueue, "_write", lambda queue, call, request: None)
+    monkeypatch.setattr("ckptfsm.integrations.queue._fork", lambda call, request: None)
     queue = AsyncCallsQueue()
     queue._transport, queue._last = LocalTransport(), 6
     queue.schedule_async_request(None)
@@ -341,7 +341,7 @@ def test_F13_calls_are_those_of_the_process_that_scheduled_them(
     that was made before its rank was forked, and is closed there without a word."""
     from ckptfsm.integrations.queue import AsyncCallsQueue
 
-    monkeypatch.setattr(AsyncCallsQueue, "_write", lambda queue, call, request: None)
+    monkeypatch.setattr("ckptfsm.integrations.queue._fork", lambda call, request: None)
     queue = AsyncCallsQueue()
     queue._transport = LocalTransport()
     if scheduled_by == "its parent":
