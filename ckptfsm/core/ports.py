@@ -254,9 +254,9 @@ class Transport(Protocol):
 class PartFinisher(Protocol):
     """Completes a part from the results of its ranks; pure, so that a restart can do it too.
 
-    Args: the planned metadata that the writer of rank 0 left, each rank's write results, and the
-    absolute path that the part will have. Returns the files to put into the part's directory, in
-    writing order.
+    Args: the planned metadata, which the writer of the part's first rank left, each rank's write
+    results, and the absolute path that the part will have. Returns the files to put into the part's
+    directory, in writing order.
     """
 
     def __call__(
@@ -281,8 +281,8 @@ class Written(NamedTuple):
 class PartJob:
     """The share of a rank in a part, ready to be written. Subclass it, and write a file at least.
 
-    The properties are those of a share that only a fork of the trainer can write. Of a ``portable``
-    one, the writer gets a pickled copy: that must not have the trainer's objects.
+    The defaults are those of a share that only a fork of the trainer can write. A ``portable`` one
+    is pickled for the writer, so it must not refer to objects of the trainer.
     """
 
     __slots__ = ()
@@ -485,7 +485,7 @@ class Draft(Protocol):
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
-        """Bring the data of these parts, in order, to memory that a forked child copies.
+        """Bring the data of these parts, in order, to memory that the writer gets.
 
         ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
         ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is.

@@ -1,7 +1,7 @@
 """Templates of ``torch.save`` blobs: all bytes of a tensor's blob but its data.
 
 Head and tail of a blob depend on the tensor's structure only, but for checksums of the data, see
-``core.blob``. Torch itself makes a template, with ``skip_data``, into a file with a hole for the data.
+``core.images``. Torch itself makes a template, with ``skip_data``, into a file with a hole for the data.
 A template is trusted only for a dtype for which template and ``torch.save`` gave the same bytes once in
 this process. If they ever differ, every blob is written by ``torch.save`` from then on.
 """

@@ -111,7 +111,7 @@ class Target:
 
 
 class FastLoad:
-    """The files that a rank reads whole, see ``ports.Reading``. ``targets`` are by file."""
+    """The files that a rank reads whole, see ``ports.VerifiedReading``. ``targets`` are by file."""
 
     def __init__(
         self, storage: Storage, location: str, targets: Mapping[FileEntry, Sequence[Target]]
@@ -124,7 +124,7 @@ class FastLoad:
         self.files = frozenset(entry.name for entry in self._entries)
 
     def run(self, alone: Collection[str]) -> str:
-        """See ``ports.Reading``. A file that several ranks read comes through the page cache."""
+        """See ``ports.VerifiedReading``. A file that several ranks read comes through the page cache."""
         files = [
             ToRead(join(self._location, e.name), e.bytes, e.digest or "", e.name in alone)
             for e in self._entries

@@ -1,7 +1,7 @@
 """This process's share of a save: planned with the other ranks, then written by a writer, to its end.
 
 A rank of a job has one such object, and so has a worker of a group. They differ in who is told. A
-writer is kept from before it may run until it is certainly gone, or its save is over.
+writer is tracked from before its launch until it has certainly exited, or its save is over.
 """
 
 from __future__ import annotations

@@ -51,6 +51,12 @@ class KillingDisk(PosixStorage):
         self.aim: Aim | None = None
         self._trainer = os.getpid()
         self._so_far = 0
+        self._paths: dict[int, str] = {}
+
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
+        handle = super().open_exclusive(path, direct=direct)
+        self._paths[handle] = path
+        return handle
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
         aim = self._aimed_at(handle)
@@ -73,8 +79,7 @@ class KillingDisk(PosixStorage):
         super().fsync(handle)
 
     def _aimed_at(self, handle: int) -> Aim | None:
-        path = self._path_of(handle)
-        aim = self.aim
+        path, aim = self._paths.get(handle, ""), self.aim
         if aim is None or not path.startswith(f".ckptfsm/staging/{aim.step}."):
             return None
         inside = path.split("/", 3)[3]
