@@ -284,7 +284,6 @@ class _Held:
         return partial(self._staged, draft)
 
     def _staged(self, draft: Any, *arguments: Any) -> tuple[Any, ...]:
-        draft.templates = None  # for a forked writer, which waits in this process's functions
         return tuple(
             job
             if isinstance(job, TreePart)
@@ -294,9 +293,14 @@ class _Held:
 
 
 class _HeldJob(PartJob):
+    """A share that is not portable: its writer is forked, and waits in this process's functions."""
+
     def __init__(self, job: Any, hold: Any) -> None:
         self.job, self.hold = job, hold
-        self.name, self.directory = job.name, job.directory
+        self.name, self.directory, self.images = job.name, job.directory, job.images
+
+    def read_from(self, source: Any) -> None:
+        self.job.read_from(source)
 
     def write(self, storage: Any, location: str) -> Any:
         self.hold()
