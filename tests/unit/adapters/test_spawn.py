@@ -176,7 +176,7 @@ def start():
         return
     made.append(Spawned("spawned_echo", "main"))
     made[0].send(("say", "here"))
-    while not made[0].listen(0.1): pass
+    while not made[0].listen(0.1): assert made[0].exitcode() is None
 if "thread" in sys.argv[1]:
     thread = threading.Thread(target=start)
     thread.start()
