@@ -182,7 +182,8 @@ class Coordinator:
         refuse_unfinishable(self._storage, self._layout, history.ledger, self._finishers)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)
         decided = plan_start(history, evidence, ownership.epoch, self._options.resume)
-        options, self.news = self._options, NewsQueue()
+        self.news = NewsQueue()  # an opening that is tried again tells its moves anew
+        options = self._options
         assembly_of = partial(
             Assembly,
             self._storage,

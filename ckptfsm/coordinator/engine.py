@@ -5,9 +5,9 @@ An engine lives for one epoch of one root, on the coordinator's thread.
 A move to another state is journaled before its command is run. If the journal cannot take it, the
 transition did not happen: the ledger stays, and idempotent work is retried.
 
-``Finalize`` fails the attempt if it fails before publishing. Every other command, and ``Finalize``
-after publishing, is pending then: it is retried until the disk takes it. ``Fenced`` and
-``OutcomeUnknown`` are never retried: they are raised, and the coordinator stops.
+``Finalize`` fails the attempt if it fails before publishing. After publishing it is pending, as is each
+later command that fails: it is retried until the disk takes it. ``Fenced`` and ``OutcomeUnknown`` are
+never retried: they are raised, and the coordinator stops.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Question = tuple[Any, ...]  # a function, and its arguments behind the worker
 
 
 class OutOfReach(Exception):
-    """A worker cannot be open_call now. It may be alive, and may still make the call."""
+    """A worker cannot be called now. It may be alive, and may still make the call."""
 
 
 class Calls(Protocol):

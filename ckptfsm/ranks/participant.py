@@ -355,10 +355,8 @@ class Participant:
         if news.dest is State.FAILED:
             self.reports.end_writer(news.of)
             self._end_failed(news)
-        elif (
-            news.dest is State.QUARANTINED and handle is not None
-        ):  # withdrawn before it was tracked
-            self._share.forget()
+        elif news.dest is State.QUARANTINED and handle is not None:
+            self._share.forget()  # withdrawn before it was tracked
             self._end_failed(news)
         elif news.acknowledges:
             self._on_tracked(news)
@@ -572,7 +570,7 @@ class Participant:
         return accepted
 
     def begin_writing(self, storage: Storage, accepted: Accepted, draft: Draft) -> SaveHandle:
-        """Stage and fork this rank's share of an accepted save."""
+        """Stage this rank's share of an accepted save, and launch its writer."""
         self.save_due, self._unpolled_since = False, accepted.of.step
         handle = self.expect(accepted.of)
         self._lone_makes = [

@@ -13,7 +13,6 @@ import math
 import os
 import resource
 import select
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
@@ -55,9 +54,8 @@ def in_lanes(work: Callable[[_T], Any], tasks: Sequence[_T], lanes: int) -> list
 
 def in_child(work: Callable[[], str], limit_s: float) -> tuple[str, bool]:
     """What ``work`` returns, "" if it ended in another way; and whether it ended within the limit."""
-    place = tempfile.mkdtemp()
-    os.chmod(place, 0o755)  # a test may let another user in
-    with tempfile.TemporaryFile() as out:
+    with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile() as out:
+        os.chmod(place, 0o755)  # a test may let another user in
         pid = os.fork()
         if pid == 0:
             _leave(place)
@@ -68,7 +66,6 @@ def in_child(work: Callable[[], str], limit_s: float) -> tuple[str, bool]:
         _end_descendants()
         out.seek(0)
         written = out.read().decode()
-    shutil.rmtree(place, ignore_errors=True)  # a mutant may have left anything
     return written, ended
 
 
