@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 
 from ckptfsm.adapters.fork import children_of
@@ -122,7 +123,7 @@ class TiedProcess:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.pid = _launched(words, variables, fds, end)
-            watched = self._watched()
+            self.pidfd = self._opened()
         except Exception as error:  # MemoryError, for one
             if isinstance(error, OSError):
                 self._error = error
@@ -134,20 +135,20 @@ class TiedProcess:
             self._started.set()
         if self._unwanted:
             self.kill()
-        wait_for(watched, None)
-        os.close(watched)
+        wait_for(self.pidfd, None)
         self.exitcode()  # it may have been given up, and nobody asks
 
-    def _watched(self) -> int:
-        """Open ``pidfd``, and another one for the thread."""
+    def _opened(self) -> int:
+        """Open ``pidfd``, for as long as this object: whoever watches it learns of the end."""
         try:
-            self.pidfd = os.pidfd_open(self.pid)
-            return os.dup(self.pidfd)
+            pidfd = os.pidfd_open(self.pid)
         except OSError:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
             raise
+        weakref.finalize(self, _close_own, pidfd, self._owner).atexit = False
+        return pidfd
 
     @property
     def running(self) -> bool:
@@ -170,7 +171,6 @@ class TiedProcess:
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except ChildProcessError:  # the trainer ignores SIGCHLD, or has reaped all
             code = _UNKNOWN
-        os.close(self.pidfd)
         return code
 
     def kill(self, timeout_s: float | None = _KILL_WAIT_S) -> bool:
@@ -188,11 +188,7 @@ class TiedProcess:
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait for its end, at most ``timeout_s``."""
-        with self._reaping:
-            watched = None if self._exitcode is not None else os.dup(self.pidfd)
-        if watched is not None:
-            wait_for(watched, timeout_s)
-            os.close(watched)
+        wait_for(self.pidfd, timeout_s)
 
     def resume(self) -> None:
         """Let it go on, if it is stopped."""
@@ -206,6 +202,11 @@ def wait_for(fd: int, timeout_s: float | None, events: int = select.POLLIN) -> N
     waiting = select.poll()
     waiting.register(fd, events)
     waiting.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+
+
+def _close_own(fd: int, owner: int) -> None:
+    if os.getpid() == owner:  # in a forked child the number may be another file's by now
+        os.close(fd)
 
 
 def _kill_group(leader: int) -> None:

@@ -452,7 +452,7 @@ MUTANTS = (
     mutant(
         "a-writer-that-ends-with-the-thread-that-started-it",
         "adapters.tied:TiedProcess._live",
-        "wait_for(watched, None)",
+        "wait_for(self.pidfd, None)",
         "return",
         breaks="I10",
         source="order",

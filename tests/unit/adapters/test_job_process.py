@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -50,9 +51,11 @@ def start(tmp_path):
 
 
 def verdict(process: JobProcess) -> str:
-    while (found := process.ended()) is None:
+    found = None
+    while found is None:
         readable, _, _ = select.select(process.watched(), [], [], WAIT_S)
         assert readable, "the process does not end"
+        found = process.ended()
     return found
 
 
@@ -138,6 +141,15 @@ def test_a_closed_output_is_not_watched(start, tmp_path):
     assert process.ended() is None and len(process.watched()) == 1
     (tmp_path / "go").write_text("on\n")
     assert verdict(process) == ""
+
+
+def test_an_end_that_nobody_asked_for_can_still_be_watched(start):
+    """Catches: a descriptor that is closed, or another file's, when the runner waits for it."""
+    process = start("true")
+    for thread in threading.enumerate():
+        if thread.name == "ckptfsm-child":
+            thread.join()
+    assert not process.running and verdict(process) == ""
 
 
 @pytest.mark.parametrize(
