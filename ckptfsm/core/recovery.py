@@ -120,13 +120,12 @@ def plan(
     if resume == "strict" and warnings:
         raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
     found = [d for d in decisions if d.actions or d.result is Result.REPORTED]
-    goes_back = interrupted or afresh
     return Plan(
         (*found, *_strays(ledger, evidence)),
         warnings,
         reasons,
         _last_hope(decisions, survivors) if reasons else None,
-        None if goes_back else _fallback(ledger, evidence, decisions, survivors),
+        None if afresh else _fallback(ledger, evidence, decisions, survivors, intent),
         frozenset(survivors),
     )
 
@@ -303,20 +302,27 @@ def _last_hope(decisions: list[Decision], survivors: set[int]) -> AttemptId | No
 
 
 def _fallback(
-    ledger: Ledger, evidence: Evidence, decisions: list[Decision], survivors: set[int]
+    ledger: Ledger,
+    evidence: Evidence,
+    decisions: list[Decision],
+    survivors: set[int],
+    intent: Intent,
 ) -> int | None:
     """The step to move the tracker to before anything is withdrawn; None if the tracker may stay.
 
-    The tracker moves if it tells nothing, or names a step that is to leave. Its new step is the
-    newest that stays tracked, or is adopted or reprieved at its name. A withdrawal comes before the
+    The tracker moves if it names a step that is to leave, or, without an unfinished rollback, if it
+    tells nothing. Its new step is the newest that stays tracked, or is adopted or reprieved at its
+    name; for a rollback, not above the target if one is left below. A withdrawal comes before the
     adoption of the directory at the same name. A death in between leaves the journal with an older
     checkpoint, and no opening resumes unasked from a newer one.
     """
     actions, named = actions_of(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}
     leaving = {a.of.step for a in actions if isinstance(a, (Withdrawn, Quarantine))}
-    if not gone or named in survivors or named not in {None, *leaving}:
+    told_nothing = named is None and not intent.unfinished
+    if not gone or named in survivors or not (told_nothing or named in leaving):
         return None
     steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
     steps |= {a.of.step for a in actions if isinstance(a, (Adopted, Reprieved))}
-    return max(steps, default=None)
+    below = {step for step in steps if intent.target is None or step <= intent.target}
+    return max(below or steps, default=None)

@@ -1018,6 +1018,24 @@ def test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_complet
     assert decide(DECIDED, seen, "fresh").fallback is None
 
 
+@pytest.mark.parametrize(
+    ("named", "published", "to"),
+    [
+        (200, [whole(100), damaged(200)], 100),  # of 300, nothing is left at its name
+        (200, [whole(100), damaged(200), whole(300)], 100),
+        (200, [damaged(100), damaged(200), whole(300)], 300),
+        (300, [whole(100), whole(200)], 200),
+        (200, [whole(100), whole(200), damaged(300)], None),
+    ],
+)
+def test_I2_a_tracker_that_names_what_leaves_is_moved_first_in_an_interrupted_rollback(
+    named, published, to
+):
+    """Catches: a tracker that goes up to a step which is gone, since the journal's tail is lost."""
+    seen = evidence(names(named), *published, staging={at(400): COMPLETE})
+    assert decide(DECIDED, seen, intent=Intent(rolling_back=True, target=200)).fallback == to
+
+
 @pytest.mark.parametrize("state", [S.REQUESTED, S.SHARDS_WRITTEN, S.FAILED])
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
 def test_a_loadable_directory_of_an_attempt_in_place_is_foreign_once_it_was_tracked(state, tracker):
