@@ -47,12 +47,13 @@ _SEEDS_RERUN = 20
 _ENOUGH = 2000  # in so many runs every kind of late answer comes, many times
 AIMED: MappingProxyType[State, int] = MappingProxyType(  # how many runs aim at a state
     {
+        State.ABSENT: 150,
         State.REQUESTED: 50,
         State.FORKED: 150,
         State.SHARDS_WRITTEN: 50,
-        State.FINALIZED: 120,
+        State.FINALIZED: 200,
         State.PRUNABLE: 120,
-        State.FAILED: 180,
+        State.FAILED: 240,
     }
 )
 _COUNTED = ("runs", "storage calls", "saves", "journals", *REPLAYED)
