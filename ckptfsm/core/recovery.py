@@ -125,7 +125,7 @@ def plan(
         warnings,
         reasons,
         _last_hope(decisions, survivors) if reasons else None,
-        None if afresh else _fallback(ledger, evidence, decisions, survivors, intent),
+        None if afresh else _fallback(ledger, evidence, decisions, survivors, bool(interrupted)),
         frozenset(survivors),
     )
 
@@ -306,23 +306,21 @@ def _fallback(
     evidence: Evidence,
     decisions: list[Decision],
     survivors: set[int],
-    intent: Intent,
+    interrupted: bool,
 ) -> int | None:
     """The step to move the tracker to before anything is withdrawn; None if the tracker may stay.
 
-    The tracker moves if it names a step that is to leave, or, without an unfinished rollback, if it
+    The tracker moves if it names a step that is to leave, or, unless a rollback was interrupted, if it
     tells nothing. Its new step is the newest that stays tracked, or is adopted or reprieved at its
-    name; for a rollback, not above the target if one is left below. A withdrawal comes before the
-    adoption of the directory at the same name. A death in between leaves the journal with an older
-    checkpoint, and no opening resumes unasked from a newer one.
+    name. A withdrawal comes before the adoption of the directory at the same name. A death in between
+    leaves the journal with an older checkpoint, and no opening resumes unasked from a newer one.
     """
     actions, named = actions_of(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}
     leaving = {a.of.step for a in actions if isinstance(a, (Withdrawn, Quarantine))}
-    told_nothing = named is None and not intent.unfinished
+    told_nothing = named is None and not interrupted
     if not gone or named in survivors or not (told_nothing or named in leaving):
         return None
     steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
     steps |= {a.of.step for a in actions if isinstance(a, (Adopted, Reprieved))}
-    below = {step for step in steps if intent.target is None or step <= intent.target}
-    return max(below or steps, default=None)
+    return max(steps, default=None)

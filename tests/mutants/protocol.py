@@ -1282,7 +1282,7 @@ FENCES = (
     mutant(
         "the-tracker-leaves-the-target-of-a-rollback",
         "core.recovery:_fallback",
-        "named is None and not intent.unfinished",
+        "named is None and not interrupted",
         "named is None",
         breaks="I8",
         source="order",
@@ -1291,7 +1291,7 @@ FENCES = (
         "the-tracker-stays-while-a-rollback-is-unfinished",
         "core.recovery:_fallback",
         "(told_nothing or named in leaving)",
-        "(told_nothing or named in leaving) or intent.unfinished",
+        "(told_nothing or named in leaving) or interrupted",
         breaks="I2",
         source="order",
         why="where the journal's tail is lost, the tracker goes up to a step that is gone",

@@ -76,6 +76,11 @@ class JournalModel:
     def steps(self, *states: str) -> set[int]:
         return {of[0] for of in self.of_states(*states)}
 
+    def reached(self) -> int | None:
+        """Where a rollback leaves the tracker: at the target, or the next one below if it is lost."""
+        below = {s for s in self.steps("tracked") if self.target is not None and s <= self.target}
+        return max(below, default=None)
+
     def of_step(self, step: int, *states: str) -> list[Attempt]:
         return [of for of, state in self.states.items() if of[0] == step and state in states]
 
@@ -462,7 +467,7 @@ class Watch:
         if model is not None and self._fell_back(model, step):
             self._fall_back_to(step)
             return  # a step back from a damaged one; the finalized one is next
-        if model is not None and model.rolling_back and model.target == step:
+        if model is not None and model.rolling_back and model.reached() == step:
             return
         if step != newest:
             raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
