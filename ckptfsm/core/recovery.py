@@ -125,7 +125,7 @@ def plan(
         warnings,
         reasons,
         _last_hope(decisions, survivors) if reasons else None,
-        None if afresh else _fallback(ledger, evidence, decisions, survivors, bool(interrupted)),
+        None if afresh else _fallback(ledger, evidence, decisions, survivors, intent),
         frozenset(survivors),
     )
 
@@ -254,18 +254,20 @@ def _in_order(known: list[Decision], unknown: list[Decision]) -> list[Decision]:
     """Clean up the failed ones first, while the tracker still shows who resumed from them.
 
     Adoptions come next, so that the tracker never goes back below them meanwhile. An adoption waits
-    if the journal's checkpoint of its step needs another action first. Prunes come last, the newest
-    first: a pruned checkpoint that nothing newer outlives comes back.
+    if the journal's checkpoint of its step needs another action first. Withdrawals go from the newest
+    down: a tracker that names one goes to what is left, and must not find another that is to leave.
+    Prunes come last, the newest first: a pruned checkpoint that nothing newer outlives comes back.
     """
     leaving = [d for d in known if _has(d, Prune)]
     failed = [d for d in known if _has(d, WritersLost)]
-    staying = [d for d in known if d not in leaving and d not in failed]
+    withdrawn = [d for d in reversed(known) if _has(d, Withdrawn)]
+    staying = [d for d in known if d not in leaving and d not in failed and d not in withdrawn]
     busy = {d.step for d in known if d.actions and d not in failed}
     first = [d for d in unknown if d.actions and d.step not in busy]
     pruned = {d.step for d in leaving}
     rest = [d for d in unknown if d not in first]
     last = [d for d in rest if d.actions and d.step in pruned]
-    ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]
+    ordered = [*failed, *first, *withdrawn, *staying, *(d for d in rest if d not in last)]
     for step, prunes in groupby(reversed(leaving), key=lambda d: d.step):
         ordered += [*prunes, *(d for d in last if d.step == step)]
     return ordered
@@ -306,21 +308,26 @@ def _fallback(
     evidence: Evidence,
     decisions: list[Decision],
     survivors: set[int],
-    interrupted: bool,
+    intent: Intent,
 ) -> int | None:
     """The step to move the tracker to before anything is withdrawn; None if the tracker may stay.
 
-    The tracker moves if it names a step that is to leave, or, unless a rollback was interrupted, if it
-    tells nothing. Its new step is the newest that stays tracked, or is adopted or reprieved at its
-    name. A withdrawal comes before the adoption of the directory at the same name. A death in between
-    leaves the journal with an older checkpoint, and no opening resumes unasked from a newer one.
+    The tracker moves if it tells nothing, or names a step that is to leave. Its new step is the
+    newest that stays tracked, or is adopted or reprieved at its name. A withdrawal comes before the
+    adoption of the directory at the same name. A death in between leaves the journal with an older
+    checkpoint, and no opening resumes unasked from a newer one.
+
+    While a rollback is unfinished, the tracker moves only if it names what leaves, and only to a step
+    not above the target: the next opening would take a higher one for another trainer's.
     """
     actions, named = actions_of(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}
     leaving = {a.of.step for a in actions if isinstance(a, (Withdrawn, Quarantine))}
-    told_nothing = named is None and not interrupted
+    told_nothing = named is None and not intent.unfinished
     if not gone or named in survivors or not (told_nothing or named in leaving):
         return None
     steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
     steps |= {a.of.step for a in actions if isinstance(a, (Adopted, Reprieved))}
+    if intent.target is not None:
+        steps = {step for step in steps if step <= intent.target}
     return max(steps, default=None)

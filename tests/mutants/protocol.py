@@ -637,9 +637,10 @@ FENCES = (
     mutant(
         "prunes-are-decided-before-withdrawals",
         "core.recovery:_in_order",
-        "ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]\n"
+        "ordered = [*failed, *first, *withdrawn, *staying, *(d for d in rest if d not in last)]\n"
         "for step, prunes in groupby(reversed(leaving), key=lambda d: d.step):",
-        "ordered = [*failed, *first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
+        "ordered = [*failed, *first, *leaving, *withdrawn, *staying]\n"
+        "ordered += [d for d in rest if d not in last]\n"
         "for step, prunes in ():",
         breaks="I7",
         source="F17",
@@ -980,8 +981,8 @@ FENCES = (
     mutant(
         "the-tracker-moves-before-the-clean-up",
         "core.recovery:_in_order",
-        "staying = [d for d in known if d not in leaving and d not in failed]",
-        "staying, failed = [d for d in known if d not in leaving], []",
+        "staying = [d for d in known if d not in leaving and d not in failed and d not in withdrawn]",
+        "staying, failed = [d for d in known if d not in leaving and d not in withdrawn], []",
         breaks="I8",
         source="order",
         why="a stock trainer's checkpoint, which the same plan adopts",
@@ -1282,16 +1283,34 @@ FENCES = (
     mutant(
         "the-tracker-leaves-the-target-of-a-rollback",
         "core.recovery:_fallback",
-        "named is None and not interrupted",
+        "named is None and not intent.unfinished",
         "named is None",
         breaks="I8",
         source="order",
     ),
     mutant(
+        "the-tracker-falls-back-above-a-rollbacks-target",
+        "core.recovery:_fallback",
+        "if step <= intent.target}",
+        "}",
+        breaks="I8",
+        source="order",
+        why="a start that dies then is taken for another trainer's: each later one refuses",
+    ),
+    mutant(
+        "withdrawals-from-the-oldest-up",
+        "core.recovery:_in_order",
+        "reversed(known) if _has(d, Withdrawn)",
+        "known if _has(d, Withdrawn)",
+        breaks="I2",
+        source="order",
+        why="the tracker is lifted from a lost target to a step that is gone too",
+    ),
+    mutant(
         "the-tracker-stays-while-a-rollback-is-unfinished",
         "core.recovery:_fallback",
         "(told_nothing or named in leaving)",
-        "(told_nothing or named in leaving) or interrupted",
+        "(told_nothing or named in leaving) or intent.unfinished",
         breaks="I2",
         source="order",
         why="where the journal's tail is lost, the tracker goes up to a step that is gone",

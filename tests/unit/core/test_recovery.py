@@ -1022,8 +1022,8 @@ def test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_complet
     ("named", "published", "to"),
     [
         (200, [whole(100), damaged(200)], 100),  # of 300, nothing is left at its name
-        (200, [whole(100), damaged(200), whole(300)], 300),
-        (200, [damaged(100), damaged(200), whole(300)], 300),
+        (200, [whole(100), damaged(200), whole(300)], 100),
+        (200, [damaged(100), damaged(200), whole(300)], None),
         (300, [whole(100), whole(200)], 200),
         (200, [whole(100), whole(200), damaged(300)], None),
     ],
