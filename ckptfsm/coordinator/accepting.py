@@ -90,7 +90,7 @@ def _make_room(engine: Engine, storage: Storage, request: SaveRequest, proven: b
     if answer is Admission.PRUNE_FIRST:
         said = f"step {request.step}: {space.free} bytes are free, not {space.needed}: pruned first"
         say(log.warning, "pruned_for_room", said, step=request.step)
-        engine.retire_now()
+        engine.retire()
         space = replace(space, free=_free_bytes(engine, storage, needed), given_up=0)
         answer = decide_admission(space)
     if answer is Admission.REFUSE:

@@ -413,7 +413,8 @@ class Coordinator:
             if self._engine.pending:
                 self._sweep_tracker()
             self._engine.retry_pending()
-            self._engine.retire_if_due()
+            if self._engine.retire_due:
+                self._engine.retire()
             removed = 0
             idle = self._engine.ledger.in_flight() is None
             # Deletion waits while a save is written, but not for ever: a job may save all the time.
@@ -484,7 +485,7 @@ class Coordinator:
             self._engine.check_epoch()
             self._engine.record_metrics(checkpoint, figures)
             if not self.retention_waits():
-                self._engine.retire_now()
+                self._engine.retire()
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a tracked checkpoint: those of its save, and those that came later."""

@@ -156,11 +156,11 @@ class Engine:
         self.pending: tuple[Command, ...] = ()  # failed, to be tried again at the next tick
         # The unfinished attempts that wait for the disk, with the reported reason.
         self.blocked: dict[AttemptId, CkptFsmError] = {}
-        self._retire_due = False
         # Set while an opening carries out its plan. A disk error does not fail the last hope, the only
         # attempt that could be resumed from. A fresh start keeps all: it deletes nothing.
         self.last_hope: AttemptId | None = None
         self.keep_all = False
+        self.retire_due = False  # the disk refused it
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # paths there at the first try
 
     @property
@@ -216,7 +216,9 @@ class Engine:
             put(self._storage, file, data, tag=self._ownership.tag, check=self._ownership.check)
         except OSError as error:
             self._ownership.check()  # raises if a successor swept our temporary file
-            raise _typed(error, "journal", file) from error
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(error, "journal", file) from error
 
     def fold(self, history: History) -> None:
         """Remove the segments that neither this one nor the one before it names.
@@ -247,12 +249,6 @@ class Engine:
         self.pending = tuple(
             c for c in self.pending if not (isinstance(c, kind) and of in (None, c.of))
         )
-
-    def forget_retention(self) -> None:
-        """Drop retention that was put off before a rollback: the save that it was due for is withdrawn,
-        and the target may not have been read.
-        """
-        self._retire_due = False
 
     def run_seconds(self) -> float:
         """Training time accumulated over all runs on this root, in seconds."""
@@ -450,7 +446,11 @@ class Engine:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
             if checkpoint.id == self.last_hope and isinstance(error, OSError):
-                raise _typed(error, "finalize") from error  # a working disk can still finish it
+                if isinstance(error, CkptFsmError):
+                    raise
+                raise storage_error(
+                    error, "finalize"
+                ) from error  # a working disk can still finish it
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return
@@ -468,8 +468,8 @@ class Engine:
         self.publisher.write_tracker(checkpoint.step)
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
-            self._retire_due = not self.keep_all
-            self.retire_if_due()
+            if not self.keep_all:
+                self.retire()
 
     def _run_prune(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state is not State.PRUNABLE:
@@ -550,29 +550,19 @@ class Engine:
             raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
         self.mover.quarantine(checkpoint, alone=alone, earlier=earlier)
 
-    def retire_if_due(self) -> None:
-        """Apply retention if it is due; if the disk refuses, again at the next tick."""
-        if not self._retire_due:
-            return
+    def retire(self) -> None:
+        """Prune what retention has given up. If the disk refuses, again at the next tick."""
+        self.retire_due = True
         try:
-            self.retire()
+            for offer in self.given_up():
+                self.post(offer)
         except (Fenced, OutcomeUnknown):
             raise
         except OSError as error:
             said = f"retention is put off: {describe(error)}"
             say(log.warning, "retention_put_off", said, error=describe(error))
             return
-        self._retire_due = False
-
-    def retire_now(self) -> None:
-        """Apply retention; if the disk refuses, again at the next tick."""
-        self._retire_due = True
-        self.retire_if_due()
-
-    def retire(self) -> None:
-        """Offer the checkpoints for pruning that retention has given up."""
-        for offer in self.given_up():
-            self.post(offer)
+        self.retire_due = False
 
     def given_up(self) -> list[Superseded]:
         """The pruning events of the checkpoints that no policy, pin or reader keeps.
@@ -657,10 +647,6 @@ class Engine:
         say(write, "report_rejected", said, report=name, why=why)
         if rejected.wrong_world_size:
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
-
-
-def _typed(error: OSError, what: str, file: str | None = None) -> CkptFsmError:
-    return error if isinstance(error, CkptFsmError) else storage_error(error, what, file)
 
 
 def _told(record: TransitionRecord) -> str:

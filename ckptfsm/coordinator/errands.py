@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ckptfsm.core.documents import Asked
 from ckptfsm.core.errors import ConfigError, SaveRefused, StorageError
-from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 
-
-class RootOwner(Protocol):
-    """The methods of a ``Coordinator`` that errands use: it imports this module."""
-
-    @property
-    def ledger(self) -> Ledger: ...
-    def pin(self, step: int, reason: str) -> None: ...
-    def unpin(self, step: int) -> None: ...
-    def delete(self, step: int) -> None: ...
-    def rollback(self, step: int) -> None: ...
-    def given_up(self) -> list[int]: ...
-    def retire(self) -> None: ...
-    def retention_waits(self) -> str: ...
-    def read_here(self) -> frozenset[int]: ...
-    def kept_by(self, step: int) -> tuple[str, ...]: ...
-    def drop(self, name: str) -> None: ...
-    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+if TYPE_CHECKING:
+    from ckptfsm.coordinator.coordinator import Coordinator
 
 
-def carry_out(coordinator: RootOwner, asked: Asked) -> str:
+def carry_out(coordinator: Coordinator, asked: Asked) -> str:
     """Carry out a request. Returns what was done, in words. Raises the errors of the methods.
 
     Raises ``SaveRefused`` for a rollback below a step that this job restores from now.
@@ -60,7 +43,7 @@ def carry_out(coordinator: RootOwner, asked: Asked) -> str:
             return _roll_back(coordinator, step)
 
 
-def _prune(coordinator: RootOwner, *, dry: bool) -> str:
+def _prune(coordinator: Coordinator, *, dry: bool) -> str:
     """Apply the retention policy of the owner now. Raises ``SaveRefused`` if retention waits."""
     given_up = coordinator.given_up()
     if not given_up:
@@ -74,12 +57,12 @@ def _prune(coordinator: RootOwner, *, dry: bool) -> str:
     return f"pruned: {named}" + (f"; not yet: {', '.join(map(str, kept))}" if kept else "")
 
 
-def _unless_it_waits(coordinator: RootOwner) -> str:
+def _unless_it_waits(coordinator: Coordinator) -> str:
     waits = coordinator.retention_waits()
     return f"; {waits}" if waits else ""
 
 
-def _unpin(coordinator: RootOwner, step: int) -> str:
+def _unpin(coordinator: Coordinator, step: int) -> str:
     was_there = coordinator.ledger.at(step) is not None
     coordinator.unpin(step)
     said = f"step {step} is not pinned any more"
@@ -88,13 +71,13 @@ def _unpin(coordinator: RootOwner, step: int) -> str:
     return said + (_unless_it_waits(coordinator) if step in coordinator.given_up() else "")
 
 
-def _would_prune_step(coordinator: RootOwner, step: int) -> str:
+def _would_prune_step(coordinator: Coordinator, step: int) -> str:
     if kept_by := coordinator.kept_by(step):
         return f"step {step} is kept by: {', '.join(kept_by)}"
     return f"would prune: {step}{_unless_it_waits(coordinator)}"
 
 
-def prune_step(coordinator: RootOwner, step: int) -> str:
+def prune_step(coordinator: Coordinator, step: int) -> str:
     """Delete a step. Raises ``StorageError`` if the disk puts that off."""
     coordinator.delete(step)
     if any(c.step == step for c in coordinator.ledger.in_state(State.PRUNABLE)):
@@ -102,7 +85,7 @@ def prune_step(coordinator: RootOwner, step: int) -> str:
     return f"pruned: {step}"
 
 
-def _roll_back(coordinator: RootOwner, step: int) -> str:
+def _roll_back(coordinator: Coordinator, step: int) -> str:
     later = [each for each in sorted(coordinator.read_here()) if each > step]
     if later:
         raise SaveRefused(f"the job reads step {later[-1]}: ask again after its restore", step=step)

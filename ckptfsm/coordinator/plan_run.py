@@ -209,7 +209,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
         effect = partial(engine.mover.resume_prune, checkpoint, engine.newest_step())
         engine.conclude_prune(checkpoint, effect)
     engine.forget(WriteTracker)
-    engine.forget_retention()
+    engine.retire_due = False  # for a save that is withdrawn now; nobody may have read the target
     for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
         if target is None or checkpoint.step > target:
             engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))

@@ -17,9 +17,20 @@ def tree(module: str) -> ast.Module:
     return ast.parse((PACKAGE / module).read_text(), module)
 
 
-def imports(module: str) -> Iterator[str]:
-    """Every imported module by its full name, wherever in the file; ``from a import b`` as a.b."""
+def imports(module: str, *, run: bool = False) -> Iterator[str]:
+    """Every imported module by its full name, wherever in the file; ``from a import b`` as a.b.
+
+    ``run``: without those below ``if TYPE_CHECKING``, which no interpreter imports.
+    """
+    only_typed = {
+        inner
+        for node in ast.walk(tree(module))
+        if run and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in node.body
+    }
     for node in ast.walk(tree(module)):
+        if node in only_typed:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -27,10 +38,10 @@ def imports(module: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_modules(module: str) -> set[str]:
-    """The modules of the library that a module imports, as paths."""
+def imported_modules(module: str, *, run: bool = False) -> set[str]:
+    """The modules of the library that a module imports, as paths. ``run``: see ``imports``."""
     found = set()
-    for name in imports(module):
+    for name in imports(module, run=run):
         if name.startswith("ckptfsm"):
             place = "/".join(name.split(".")[1:])
             parent = place.rpartition("/")[0]

@@ -47,7 +47,7 @@ MUTANTS = (
         "gone = {offer.of for offer in engine.ledger.prunable(())}",
         (
             "coordinator.accepting:_make_room",
-            "engine.retire_now()",
+            "engine.retire()",
             "for offer in engine.ledger.prunable(()):\n    engine.post(offer)",
         ),
         breaks="I7",
@@ -60,7 +60,7 @@ MUTANTS = (
         "gone = {c.id for c in tracked}",
         (
             "coordinator.accepting:_make_room",
-            "engine.retire_now()",
+            "engine.retire()",
             ('for c in engine.ledger.in_state(State.TRACKED):\n    engine.withdraw(c, "no room")'),
         ),
         breaks="I7",

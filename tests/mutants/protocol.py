@@ -745,8 +745,8 @@ FENCES = (
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
         "coordinator.engine:Engine._run_tracker",
-        "self._retire_due = not self.keep_all",
-        "self._retire_due = True",
+        "if not self.keep_all:",
+        "if True:",
         breaks="I7",
         source="F21",
         why="checkpoints that a roll forward supersedes are deleted, where all are to be kept",
@@ -1421,7 +1421,7 @@ FENCES = (
     mutant(
         "retention-that-was-put-off-comes-after-a-rollback",
         "coordinator.plan_run:roll_back",
-        "engine.forget_retention()",
+        "engine.retire_due = False",
         "pass",
         breaks="I2",
         source="F21",

@@ -482,7 +482,7 @@ def load(run: Run, scope: Scope) -> Coordinator:
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
     )
     engine.pending = live.pending
-    engine._retire_due = live.retire_due
+    engine.retire_due = live.retire_due
     made._requests = live.requests
     made._opened, made._ownership = engine, run.lease  # type: ignore[assignment]
     return made
@@ -497,7 +497,7 @@ def save(coordinator: Coordinator) -> Live:
         frozenset(ledger.pins),
         frozenset(ledger.readers),
         tuple(dict.fromkeys(engine.pending)),
-        engine._retire_due,
+        engine.retire_due,
         coordinator._requests,
     )
 

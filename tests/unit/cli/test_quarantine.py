@@ -443,7 +443,7 @@ def half_rolled_back(root, monkeypatch) -> None:
     for step in (10, 20):
         job.save(step)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "forget_retention", Mock(side_effect=OSError(5, "the disk is gone")))
+        patch.setattr(Engine, "forget", Mock(side_effect=OSError(5, "the disk is gone")))
         with pytest.raises(OutcomeUnknown):
             job.coordinator.rollback(10)
     crashed(job)
