@@ -1,10 +1,7 @@
-"""Decides which directory leaves its name, and which stays. Pure.
+"""Decides which directory leaves its name, and which stays; in doubt it is kept. Pure.
 
-``disk.setting_aside`` looks at the disk, asks here, and moves. The facts it passes are frozen
-values; each answer is a member of an enum, with words that explain it.
-
-Rules: in doubt a directory is kept. A move is never decided on facts from after the move. If a fact
-may change during the move, the same question is asked again with newer facts.
+``disk.setting_aside`` looks at the disk, asks here, and moves. If a fact may change during the move,
+it asks again with newer facts.
 """
 
 from __future__ import annotations
@@ -39,14 +36,6 @@ class PruneDecision(Enum):
     KEEP_NAMED = "the tracker names it"  # it was set back to its step, and its name is free
 
 
-class ReturnDecision(Enum):
-    """The decision about a directory in the trash while its prune is undecided."""
-
-    STAY = "nothing keeps it"
-    BRING_BACK = "something keeps it, and its name is free"
-    NAME_TAKEN = "something keeps it, and another directory has its name: a person is needed"
-
-
 @dataclass(frozen=True, slots=True)
 class Holds:
     """The facts that may keep a checkpoint, read before its move and after.
@@ -64,8 +53,7 @@ class Holds:
 class PruneFacts:
     """The facts that decide whether a prunable checkpoint of ``step`` goes.
 
-    ``newer_step`` is the newest tracked step, -1 if there is none; ``newer_is_there`` means that
-    its directory is at its name.
+    ``newer_step`` is the newest tracked step, -1 if there is none, ``newer_is_there``: at its name.
     """
 
     step: int
@@ -75,10 +63,9 @@ class PruneFacts:
 
 
 def place_of(checkpoint: Checkpoint, there: PublishedEvidence | None, moved: bool) -> Place:
-    """The place of a prunable checkpoint's directory.
+    """See ``Place``. ``there`` is the directory at the checkpoint's name.
 
-    ``there`` is the directory at its name; ``moved``: a directory of the checkpoint lies in trash
-    or quarantine.
+    ``moved``: a directory of the checkpoint lies in trash or quarantine.
     """
     if there is None:
         return Place.LEFT
@@ -107,13 +94,6 @@ def decide_left(facts: PruneFacts, name_taken: bool) -> PruneDecision:
     named = not name_taken and facts.holds.tracker_step == facts.step
     nothing_else = PruneDecision.KEEP_NAMED if named else PruneDecision.MOVE
     return _kept_wherever_it_lies(facts) or nothing_else
-
-
-def decide_return(left: PruneDecision, name_taken: bool) -> ReturnDecision:
-    """Decide about a directory in the trash. ``left`` is the result of ``decide_left``."""
-    if left is PruneDecision.MOVE:
-        return ReturnDecision.STAY
-    return ReturnDecision.NAME_TAKEN if name_taken else ReturnDecision.BRING_BACK
 
 
 def _kept_wherever_it_lies(facts: PruneFacts) -> PruneDecision | None:
@@ -254,11 +234,9 @@ class QuarantineDecision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuarantineFacts:
-    """The facts that decide about a withdrawn checkpoint's directory.
+    """The facts that decide about a withdrawn checkpoint's directory. ``alone`` as in ``CleanUpFacts``.
 
-    - ``alone``: no other attempt may use its name.
-    - ``there``: the directory at its name, None for nothing.
-    - ``moved``: a directory of the checkpoint came to quarantine since the first try.
+    ``there`` is the directory at its name; ``moved``: one came to quarantine since the first try.
     """
 
     alone: bool
@@ -268,14 +246,12 @@ class QuarantineFacts:
 
 
 def decide_quarantine(checkpoint: Checkpoint, facts: QuarantineFacts) -> QuarantineDecision:
-    """Whether the directory at a withdrawn checkpoint's name goes to quarantine."""
+    """Decide whether the directory at a withdrawn checkpoint's name goes to quarantine."""
     if not facts.alone or facts.there is None:
         return QuarantineDecision.NOTHING_TO_MOVE
     if not is_its_own(checkpoint, facts.there, facts.moved):
         return QuarantineDecision.NOTHING_TO_MOVE
-    if facts.not_ours:
-        return QuarantineDecision.LEAVE_NOT_OURS
-    return QuarantineDecision.MOVE
+    return QuarantineDecision.LEAVE_NOT_OURS if facts.not_ours else QuarantineDecision.MOVE
 
 
 def is_taken(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:

@@ -27,14 +27,12 @@ from ckptfsm.core.keeping import (
     PruneFacts,
     QuarantineDecision,
     QuarantineFacts,
-    ReturnDecision,
     at_name,
     decide_clean_up,
     decide_in_place,
     decide_left,
     decide_prune,
     decide_quarantine,
-    decide_return,
     is_taken,
     place_of,
     why_kept,
@@ -186,16 +184,14 @@ class Mover:
         taken = lookup(self.storage, name) is not None
         facts = self._look_at_prunable(checkpoint, newer_step)
         left = decide_left(facts, taken)
-        match decide_return(left, taken):
-            case ReturnDecision.STAY:
-                return Pruned()
-            case ReturnDecision.NAME_TAKEN:
-                why = why_kept(left, facts)
-                problem = f"something else has its name, and it cannot come back: {why}"
-                raise DamagedRoot(problem, file=name, step=checkpoint.step)
-            case ReturnDecision.BRING_BACK:
-                back = which_comes_back(self.storage, self.layout, checkpoint, paths) or paths[0]
-                return self._bring_back(checkpoint, back, why_kept(left, facts))
+        if left is PruneDecision.MOVE:  # nothing keeps it
+            return Pruned()
+        why = why_kept(left, facts)
+        if taken:
+            problem = f"something else has its name, and it cannot come back: {why}"
+            raise DamagedRoot(problem, file=name, step=checkpoint.step)
+        back = which_comes_back(self.storage, self.layout, checkpoint, paths) or paths[0]
+        return self._bring_back(checkpoint, back, why)
 
     def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> Pruned:
         """Move it back to its name, after another look at the epoch.

@@ -22,14 +22,12 @@ from ckptfsm.core.keeping import (
     PruneFacts,
     QuarantineDecision,
     QuarantineFacts,
-    ReturnDecision,
     at_name,
     decide_clean_up,
     decide_in_place,
     decide_left,
     decide_prune,
     decide_quarantine,
-    decide_return,
     is_taken,
     place_of,
     why_kept,
@@ -108,8 +106,6 @@ def test_I7_a_needed_step_does_not_stay_in_the_trash(taken):
         needed = last or facts.holds.pinned or facts.holds.leased or named
         left = decide_left(facts, taken)
         assert (left is MOVE) == (not needed), facts
-        expected = ReturnDecision.NAME_TAKEN if taken else ReturnDecision.BRING_BACK
-        assert decide_return(left, taken) is (expected if needed else ReturnDecision.STAY), facts
 
 
 def test_I1_the_place_of_a_checkpoint_is_certain_or_it_is_damaged():
@@ -265,11 +261,9 @@ def test_I2_the_tracker_stays_with_a_complete_foreign_checkpoint():
 
 def test_every_answer_is_given_and_says_when():
     """Catches: an answer that no facts lead to, and two answers that say the same."""
-    lefts = [decide_left(facts, taken) for facts in PRUNES for taken in YES_NO]
     given = {
         *map(decide_prune, PRUNES),
-        *lefts,
-        *(decide_return(left, taken) for left in lefts for taken in YES_NO),
+        *(decide_left(facts, taken) for facts in PRUNES for taken in YES_NO),
         *(place_of(OURS, there, False) for there in (None, *THERE)),
         *map(decide_clean_up, FAILED),
         *map(decide_in_place, IN_PLACE),
@@ -282,7 +276,6 @@ def test_every_answer_is_given_and_says_when():
     answers = (
         Place,
         PruneDecision,
-        ReturnDecision,
         CleanUpDecision,
         InPlaceDecision,
         QuarantineDecision,
