@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import describe
 from ckptfsm.core.ports import Clock
-from ckptfsm.core.preemption import Remaining, lead_s, must_begin, unix_time
+from ckptfsm.core.preemption import lead_s, unix_time
 
 log = logging.getLogger("ckptfsm")
 _REMEMBERED = 100  # saves, and looks
@@ -53,13 +53,11 @@ class Allocation:
         end = None if self._over else self._current()
         if end is None:
             return False
-        run_s = end - self._opened_at
-        facts = Remaining(end - now, run_s, tuple(self._saves), tuple(self._looks))
-        if not must_begin(facts):
+        left, lead = end - now, lead_s(end - self._opened_at, self._saves, self._looks)
+        if left > lead:
             return False
-        said = f"the allocation ends in {facts.left_s:.0f} s, and the last save needs up to "
-        said += f"{lead_s(facts):.0f} s: it is due now"
-        say(log.warning, "allocation_ends", said, left_s=facts.left_s, lead_s=lead_s(facts))
+        said = f"the allocation ends in {left:.0f} s, and the last save needs up to {lead:.0f} s: "
+        say(log.warning, "allocation_ends", f"{said}it is due now", left_s=left, lead_s=lead)
         return True
 
     def agreed(self) -> None:

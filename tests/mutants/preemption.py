@@ -35,8 +35,8 @@ MUTANTS = (
     mutant(
         "a-save-that-was-not-measured-takes-no-time",
         "core.preemption:lead_s",
-        "if facts.saves_s else unmeasured",
-        "if facts.saves_s else 0.0",
+        "if saves_s else min(UNMEASURED_S, run_s / 4)",
+        "if saves_s else 0.0",
         breaks="F25",
         source="order",
     ),
