@@ -62,10 +62,8 @@ class CheckpointManager(Manager, Gate):
     ) -> None:
         config = config_of(config, settings)
         wired = wire(root, config, open_storage, driver)
-        self._engine, self._promise = wired.engine, wired.promise
         super().__init__(wired.ports, config, hooks)
-        if wired.engine is not None:
-            wired.engine.hear = self._one_call.hear_exit
+        self._wait_with(wired.engine, wired.promise, self._one_call)
 
 
 class GroupWorker(BaseGroupWorker, Gate):
@@ -90,10 +88,8 @@ class GroupWorker(BaseGroupWorker, Gate):
     ) -> None:
         config = config_of(config, settings)
         wired = wire(root, config, open_storage, group=True)
-        self._engine, self._promise = wired.engine, wired.promise
         super().__init__(wired.ports, config)
-        if wired.engine is not None:
-            wired.engine.hear = self._one_call.hear_exit
+        self._wait_with(wired.engine, wired.promise, self._one_call)
 
 
 class Wired(NamedTuple):

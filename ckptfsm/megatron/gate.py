@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
@@ -40,8 +41,10 @@ class GatedMemory:
 class Gate(ABC):
     """Base of the classes that have ``before_update``. Without an engine, writers are forked."""
 
-    _engine: WriteEngine | None
-    _promise: GatedMemory
+    def _wait_with(self, engine: WriteEngine | None, promise: GatedMemory, calls: OneCall) -> None:
+        self._engine, self._promise = engine, promise
+        if engine is not None:
+            engine.hear = calls.hear_exit
 
     @abstractmethod
     def before_update(self) -> None:
