@@ -60,51 +60,43 @@ if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:
     parts_of_moves.setLevel(logging.WARNING)
 
 
-# The module of each public name, by topic.
-_PLACES = MappingProxyType(
+# The public names of each module, by topic.
+_NAMES = MappingProxyType(
     {
-        "CheckpointManager": "ckptfsm.megatron.checkpoint_manager",
-        "CheckpointConfig": "ckptfsm.core.config",
-        "load_config": "ckptfsm.core.config",
-        "save_again": "ckptfsm.core.config",
-        "Job": "ckptfsm.core.jobs",
-        "SaveHandle": "ckptfsm.ranks.handle",
-        "Progress": "ckptfsm.core.progress",
-        "Restored": "ckptfsm.ranks.handle",
-        "ReaderLease": "ckptfsm.disk.reader_lease",
-        "checkpoints": "ckptfsm.follow.evaluators",
-        "wait_for_new_checkpoint": "ckptfsm.follow.evaluators",
-        "State": "ckptfsm.core.lifecycle",
-        "TransitionRecord": "ckptfsm.core.documents",
-        "RecoveryReport": "ckptfsm.core.requests",
-        "CkptFsmError": "ckptfsm.core.errors",
-        "SaveFailed": "ckptfsm.core.errors",
-        "SaveRefused": "ckptfsm.core.errors",
-        "RootBusy": "ckptfsm.core.errors",
-        "DamagedRoot": "ckptfsm.core.errors",
-        "ForeignRequest": "ckptfsm.megatron.foreign",
-        "FileTree": "ckptfsm.writers.plain_files",
-        "ShardFile": "ckptfsm.writers.shard_file",
-        "OptionalPart": "ckptfsm.core.parts",
-        "PerRank": "ckptfsm.core.parts",
-        "shield_worker": "ckptfsm.adapters.signals",
-        "Controller": "ckptfsm.ranks.controller",
-        "GroupPart": "ckptfsm.ranks.tickets",
-        "GroupSave": "ckptfsm.ranks.tickets",
-        "Ticket": "ckptfsm.ranks.tickets",
-        "Reading": "ckptfsm.ranks.tickets",
-        "GroupWorker": "ckptfsm.megatron.checkpoint_manager",
-        "Policy": "ckptfsm.core.retention",
-        "CheckpointInfo": "ckptfsm.core.retention",
-        "LatestN": "ckptfsm.core.retention",
-        "EveryNSteps": "ckptfsm.core.retention",
-        "EveryNSeconds": "ckptfsm.core.retention",
-        "BestN": "ckptfsm.core.retention",
-        "Steps": "ckptfsm.core.retention",
-        "KeepAll": "ckptfsm.core.retention",
-        "AnyOf": "ckptfsm.core.retention",
-        "AllOf": "ckptfsm.core.retention",
+        "megatron.checkpoint_manager": ("CheckpointManager", "GroupWorker"),
+        "core.config": ("CheckpointConfig", "load_config", "save_again"),
+        "core.jobs": ("Job",),
+        "ranks.handle": ("SaveHandle", "Restored"),
+        "core.progress": ("Progress",),
+        "disk.reader_lease": ("ReaderLease",),
+        "follow.evaluators": ("checkpoints", "wait_for_new_checkpoint"),
+        "core.lifecycle": ("State",),
+        "core.documents": ("TransitionRecord",),
+        "core.requests": ("RecoveryReport",),
+        "core.errors": ("CkptFsmError", "SaveFailed", "SaveRefused", "RootBusy", "DamagedRoot"),
+        "megatron.foreign": ("ForeignRequest",),
+        "writers.plain_files": ("FileTree",),
+        "writers.shard_file": ("ShardFile",),
+        "core.parts": ("OptionalPart", "PerRank"),
+        "adapters.signals": ("shield_worker",),
+        "ranks.controller": ("Controller",),
+        "ranks.tickets": ("GroupPart", "GroupSave", "Ticket", "Reading"),
+        "core.retention": (
+            "Policy",
+            "CheckpointInfo",
+            "LatestN",
+            "EveryNSteps",
+            "EveryNSeconds",
+            "BestN",
+            "Steps",
+            "KeepAll",
+            "AnyOf",
+            "AllOf",
+        ),
     }
+)
+_PLACES = MappingProxyType(
+    {name: f"ckptfsm.{place}" for place, names in _NAMES.items() for name in names}
 )
 __all__ = list(_PLACES)
 
