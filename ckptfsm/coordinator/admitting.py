@@ -1,12 +1,7 @@
 """Puts a complete directory in the place where the next start adopts it, because a person asked for it.
 
-The directory may lie in quarantine, beside the steps under another name, or at its published name. A
-start never resumes unasked from a step that is newer than the tracker. So the tracker is moved here.
-
-Order: judge, own the root, move the directory, make its files durable, then move the tracker. A death
-in between leaves a complete directory at its name: the next start adopts it, or reports it as newer
-than the tracker. The caller has opened and closed the root before. So no rollback is interrupted, during
-which a moved tracker would look like a later save, and the tracker names the latest.
+A start never resumes unasked from a step that is newer than the tracker. So the tracker is moved too,
+last: a death before that leaves a complete directory at its name.
 """
 
 from __future__ import annotations
@@ -24,8 +19,9 @@ from ckptfsm.disk.verification import Choose, everything, verify_directory
 def admit(storage: Storage, identity: Identity, layout: Layout, source: str, step: int) -> None:
     """Move ``source``, a directory of the root, to the published name of ``step``, and name it.
 
-    Raises ``DamagedRoot`` if a loader would refuse the directory, ``StepExistsError`` if the name is
-    taken, ``RootBusy`` if an owner lives.
+    The caller has opened and closed the root before: during a rollback, a moved tracker would look
+    like a later save. Raises ``DamagedRoot`` if a loader would refuse the directory,
+    ``StepExistsError`` if the name is taken, ``RootBusy`` if an owner lives.
     """
     name = layout.published_name(step)
     judge(storage, layout, source, step)

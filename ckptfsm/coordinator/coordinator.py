@@ -1,12 +1,8 @@
 """The coordinator: it owns the journal, the tracker and all names of a root.
 
-The coordinator opens the root (lock, epoch, recovery), accepts or refuses saves, and takes the
-ranks' reports. Requests of people come here too: pins, deletion, rollback, a checkpoint to read.
-Its methods are called in order on one thread (an executor), never concurrently, and may block on
-the disk. Other threads only open the root, verify a checkpoint, or look for a receipt.
-
-The engine handles the table, the journal and the commands; this module moves a checkpoint only by
-posting an event.
+Its methods are called in order on one thread (an executor), and may block on the disk. The engine
+handles the table, the journal and the commands; this module moves a checkpoint only by posting an
+event.
 """
 
 from __future__ import annotations
@@ -73,6 +69,7 @@ from ckptfsm.disk.visibility import Visibility
 
 log = logging.getLogger("ckptfsm")
 _YOUNG_S = 24 * 3600.0  # sites purge what was not changed for weeks
+_RETRY_S = 5.0
 _YOUNG_AGAIN_S = 3600.0  # after the opening, and after an error
 _LOST = "the history before it is shorter, and no checkpoint depends on it"
 ROOT_WAIT_S = 8.0  # a command may empty the trash for 5 s before it gives the root back
@@ -91,7 +88,6 @@ class CoordinatorOptions:
     takeover: bool = False
     visibility_timeout_s: float = 10.0
     reader_timeout_s: float = 600.0
-    retry_interval_s: float = 5.0
     layout: Layout = MEGATRON
     root_wait_s: float = ROOT_WAIT_S
     records_policy: bool = True
@@ -231,7 +227,7 @@ class Coordinator:
 
     def _empty_trash(self) -> None:
         """Use a few seconds to free space; the next run continues from there."""
-        deadline = self._clock.monotonic() + self._options.retry_interval_s
+        deadline = self._clock.monotonic() + _RETRY_S
         try:
             while self._engine.give_space_back(TRASH_SLICE):
                 if self._clock.monotonic() >= deadline:
@@ -408,16 +404,18 @@ class Coordinator:
         """Retry pending commands, expire readers' leases, delete a slice of the trash, serve people."""
         with self._guarded("tick"):
             self._engine.check_epoch()
-            interval = self._options.retry_interval_s
-            self._tick_at = self._clock.monotonic() + interval
-            if self._engine.pending:
-                self._sweep_tracker()
+            self._tick_at = self._clock.monotonic() + _RETRY_S
+            try:
+                if self._engine.pending:  # each try at the tracker may leave a temporary file
+                    sweep_temporaries(self._storage, ("",))
+            except OSError as error:
+                _put_off(error)
             self._engine.retry_pending()
             if self._engine.retire_due:
                 self._engine.retire()
             removed = 0
             idle = self._engine.ledger.in_flight() is None
-            # Deletion waits while a save is written, but not for ever: a job may save all the time.
+            # While a save is being written, nothing is deleted; but a job may always be saving.
             if idle or self._engine.pending or not self._idle_at_last_tick:
                 try:
                     if self._ownership is not None:
@@ -428,7 +426,7 @@ class Coordinator:
                 except OSError as error:
                     _put_off(error)
             self._idle_at_last_tick = idle
-            self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
+            self._tick_at = self._clock.monotonic() + (0.0 if removed else _RETRY_S)
         self._serve_inbox()
 
     def _keep_young(self, ownership: RootOwnership) -> None:
@@ -451,13 +449,6 @@ class Coordinator:
             why = describe(error)
             say(log.warning, "retry_put_off", f"the disk is no better: {why}", error=why)
 
-    def _sweep_tracker(self) -> None:
-        """Remove temporary files of earlier tries at the tracker, which would pile up."""
-        try:
-            sweep_temporaries(self._storage, ("",))
-        except OSError as error:
-            _put_off(error)
-
     # ------------------------------------------------------------------------- requests of people
 
     def pin(self, step: int, reason: str) -> None:
@@ -479,8 +470,8 @@ class Coordinator:
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a tracked checkpoint, durably. See ``retention_waits``."""
+        figures = check_metrics(metrics)  # a user's values: what they raise does not stop this one
         with self._guarded("record_metrics"):
-            figures = check_metrics(metrics)
             checkpoint = self._engine.tracked(step)
             self._engine.check_epoch()
             self._engine.record_metrics(checkpoint, figures)
@@ -518,14 +509,12 @@ class Coordinator:
     def retention_waits(self) -> str:
         """The reason why retention waits for the next save, in words; "" if it decides at once.
 
-        The reason is that this run has neither written nor verified the latest checkpoint: a restore
-        may still fall back to an older one.
+        Until this run has written or verified the latest, a restore may fall back to an older one.
         """
         unproven = self._unproven()
         return f"retention waits for the next save, because {unproven}" if unproven else ""
 
     def _unproven(self) -> str:
-        """The reason why no older step may go yet, in words; "" if the latest can be relied on."""
         latest = self._engine.ledger.latest()
         if latest is None or self._is_proven(latest):
             return ""
@@ -548,7 +537,7 @@ class Coordinator:
         """Serve people between two ticks, unless this job reads a checkpoint: that must stay in place.
 
         Raises nothing: a fatal error is told with the next exchange. After another error, waits for
-        ``retry_interval_s``.
+        ``_RETRY_S``.
         """
         closed = self._ownership is None or self.fatal is not None
         if closed or self._readers.held or self._clock.monotonic() < self._inbox_at:
@@ -560,7 +549,7 @@ class Coordinator:
                 self._serve_inbox()
         except (CkptFsmError, OSError) as error:
             if self.fatal is None:
-                self._inbox_at = self._clock.monotonic() + self._options.retry_interval_s
+                self._inbox_at = self._clock.monotonic() + _RETRY_S
                 _put_off(error)
 
     def _serve_inbox(self) -> None:
@@ -568,7 +557,7 @@ class Coordinator:
         if self._inbox is None:
             return
         requests = self._inbox.requests()
-        while (asked := self._next_of(requests)) is not None:
+        while (asked := _next_of(requests)) is not None:
             said = f"{asked.by} asks: {asked.errand} {asked.step if asked.step is not None else ''}"
             say(log.warning, "asked", said, errand=asked.errand, step=asked.step, by=asked.by)
             try:
@@ -579,19 +568,10 @@ class Coordinator:
             if self.fatal is not None:
                 raise self.fatal
 
-    def _next_of(self, requests: Iterator[Asked]) -> Asked | None:
-        """The next request of a person; None if there is none, or the disk does not give it."""
-        try:
-            return next(requests, None)
-        except OSError as error:
-            _put_off(error)
-            return None
-
     def delete(self, step: int) -> None:
-        """Delete ``step`` through the machine.
+        """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7).
 
-        Raises ``SaveRefused`` if anything keeps it (I7), or if this run has neither written nor
-        verified the latest: a restore may still fall back to ``step``.
+        See also ``retention_waits``.
         """
         with self._guarded("delete"):
             self._engine.reread_protection()
@@ -688,10 +668,7 @@ class Coordinator:
         )
 
     def release(self, lease: str, verified: int | None = None) -> None:
-        """Give a reader's lease back. A lease that cannot be removed expires.
-
-        ``verified``: its step, if all digests were compared under the lease.
-        """
+        """Give a reader's lease back. ``verified``: its step, if all digests were compared under it."""
         if not lease:
             return
         whole = self._engine.ledger.at(verified) if verified is not None else None
@@ -705,11 +682,7 @@ class Coordinator:
             say(log.warning, "leases_not_read", said, file=lease, error=describe(error))
 
     def disown(self, late: Pending[Any]) -> None:
-        """Give back the lease that ``late`` took, a question that timed out.
-
-        Runs after ``late``, on the same thread. No other code knows the lease, and a lease of this
-        job never expires.
-        """
+        """Give back the lease that ``late`` took, a question that timed out: nobody else knows it."""
         if late.exception() is None and isinstance(found := late.result(), Located):
             self.release(found.lease)
 
@@ -763,6 +736,15 @@ class Coordinator:
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
                 self.news.append(NothingInFlight())
+
+
+def _next_of(requests: Iterator[Asked]) -> Asked | None:
+    """The next request of a person; None if there is none, or the disk does not give it."""
+    try:
+        return next(requests, None)
+    except OSError as error:
+        _put_off(error)
+        return None
 
 
 def _put_off(error: Exception) -> None:

@@ -1,13 +1,8 @@
 """The engine: events go through the ledger into the journal, then their commands are run.
 
-An engine lives for one epoch of one root, on the coordinator's thread.
-
-A move to another state is journaled before its command is run. If the journal cannot take it, the
-transition did not happen: the ledger stays, and idempotent work is retried.
-
-``Finalize`` fails the attempt if it fails before publishing. After publishing it is pending, as is each
-later command that fails: it is retried until the disk takes it. ``Fenced`` and ``OutcomeUnknown`` are
-never retried: they are raised, and the coordinator stops.
+It lives for one epoch of one root, on the coordinator's thread. If the journal cannot take a move, the
+move has not happened. A command that fails is retried until the disk takes it. Two errors are never
+retried, and end the coordinator: ``Fenced`` and ``OutcomeUnknown``.
 """
 
 from __future__ import annotations
@@ -121,10 +116,7 @@ class NewsQueue:
 
 
 class Engine:
-    """See the module. ``begin`` first; ``end`` last.
-
-    ``records_policy`` is False for a command: the policy of the last trainer stays recorded.
-    """
+    """See the module. ``begin`` first; ``end`` last. ``records_policy``: see ``CoordinatorOptions``."""
 
     def __init__(
         self,
@@ -168,18 +160,14 @@ class Engine:
         return self._ownership.epoch
 
     def begin(self, history: History, identity: Identity) -> None:
-        """Open this epoch's segment: seals of the newest older ones and the ledger as it stands.
-
-        The sealed bytes must be durable first: a killed process may have left its last record
-        unsynced. If a sealed file's fsync failed, another fsync does not make it durable.
-        """
+        """Open this epoch's segment: seals of the newest older ones and the ledger as it stands."""
         if history.newest_epoch >= self._ownership.epoch:  # alive: never touch its segment
             raise Fenced(
                 "a newer manager took this root over",
                 epoch=self._ownership.epoch,
                 newer_epoch=history.newest_epoch,
             )
-        if history.seals:
+        if history.seals:  # first: a killed process may have left its last record unsynced
             self._make_durable(history.seals[-1])
         self.ledger = history.ledger
         self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
@@ -205,13 +193,12 @@ class Engine:
     def _make_durable(self, seal: Seal) -> None:
         """Write the sealed bytes anew, and no others: their fsync may have failed (F6).
 
-        After a failed fsync the page cache shows content that no later fsync writes any more. A
-        page that was dropped since it was read is noticed.
+        After a failed fsync the page cache shows content that no later fsync writes any more.
         """
         file = f"{JOURNAL}/{segment_name(seal.epoch)}"
         try:
             data = self._storage.read(file, seal.bytes)
-            if len(data) != seal.bytes or zlib.crc32(data) != seal.crc32:
+            if len(data) != seal.bytes or zlib.crc32(data) != seal.crc32:  # a page was dropped
                 raise StorageError("the journal reads otherwise than a moment ago", file=file)
             put(self._storage, file, data, tag=self._ownership.tag, check=self._ownership.check)
         except OSError as error:
@@ -221,10 +208,7 @@ class Engine:
             raise storage_error(error, "journal", file) from error
 
     def fold(self, history: History) -> None:
-        """Remove the segments that neither this one nor the one before it names.
-
-        A failure is left to the next opening: nothing depends on the removal.
-        """
+        """Remove the segments that neither this one nor the one before it names: nothing needs them."""
         try:
             for file in folded(self._storage, history.seals):
                 self.check_epoch()
@@ -239,7 +223,7 @@ class Engine:
         self._journal.close()
 
     def retry_pending(self) -> None:
-        """Retry each pending command once. A command that fails again is pending again."""
+        """Retry each pending command once. One that fails again is pending again."""
         pending, self.pending = self.pending, ()
         for command in pending:
             self.run(command)
@@ -259,10 +243,7 @@ class Engine:
         self._run_base = max(self._run_base, run_seconds)
 
     def post(self, event: Event) -> None:
-        """Make a move by an event of the coordinator.
-
-        Raises ``IllegalTransition``, or the journal's error.
-        """
+        """Make a move by an event of the coordinator. Raises ``IllegalTransition``, ``StorageError``."""
         self.commit(*self.ledger.post(event))
 
     def commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
@@ -310,10 +291,7 @@ class Engine:
                     self._sort(of, path, given_up=of in given_up)
 
     def _give_up(self, of: AttemptId, aside: str) -> None:
-        """Give up directories of an attempt that the journal records as gone.
-
-        These are the directory just moved ``aside``, and those with the attempt's manifest.
-        """
+        """Give up the directory just moved ``aside``, and all that have the attempt's manifest."""
         for path in self._in_trash().get(of, []):
             self._sort(of, path, given_up=True, sure=path == aside)
 
@@ -362,8 +340,7 @@ class Engine:
         )
 
     def run(self, command: Command) -> None:
-        """Run a command. A failure is pending; that of ``Finalize`` before publishing fails the
-        attempt."""
+        """Run a command. One that fails is pending; ``Finalize`` before publishing fails the attempt."""
         checkpoint = self.ledger.checkpoints.get(command.of)
         if checkpoint is None:
             return
@@ -486,15 +463,12 @@ class Engine:
         return -1 if latest is None else latest
 
     def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], Pruned]) -> str:
-        """Journal the end of a prune. Returns "" if the checkpoint is gone, else why it stays.
-
-        A damaged checkpoint is withdrawn, for a person to look at, as recovery does.
-        """
+        """Journal the end of a prune. Returns "" if the checkpoint is gone, else why it stays."""
         try:
             kept, aside = effect()
         except NewerSchema:
             raise
-        except DamagedRoot as error:
+        except DamagedRoot as error:  # for a person to look at, as recovery does
             self.withdraw(checkpoint, describe(error))
             return "withdrawn"
         if kept:
@@ -531,10 +505,7 @@ class Engine:
         return other.state is not State.QUARANTINED
 
     def _run_quarantine(self, checkpoint: Checkpoint) -> None:
-        """Move a withdrawn checkpoint.
-
-        If the tracker names it, move the tracker to the newest left first (I2).
-        """
+        """Move a withdrawn checkpoint; first the tracker, if it names that one (I2)."""
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED)
         living += [c for c in self.ledger.in_state(*UNPUBLISHED, State.FAILED) if c.in_place]
         alone = not any(other.step == checkpoint.step for other in living)
@@ -565,10 +536,7 @@ class Engine:
         self.retire_due = False
 
     def given_up(self) -> list[Superseded]:
-        """The pruning events of the checkpoints that no policy, pin or reader keeps.
-
-        A failing policy keeps all.
-        """
+        """The pruning events of the checkpoints that no policy, pin or reader keeps."""
         self.reread_protection()
         try:
             preserved: Collection[int] = self._retention.preserve(describe_tracked(self.ledger))
@@ -620,10 +588,7 @@ class Engine:
             raise storage_error(error, "journal", self._journal.file) from error
 
     def report(self, event: Event) -> None:
-        """Take a rank's report: move its checkpoint, or drop the report.
-
-        A move that the journal cannot take fails the attempt: the reserve has room for that.
-        """
+        """Take a rank's report: move its checkpoint, or drop the report."""
         outcome = self.ledger.report(event)
         if isinstance(outcome, Rejected):
             self._reject(outcome)
@@ -632,7 +597,7 @@ class Engine:
             self.commit(*outcome)
         except OutcomeUnknown:
             raise
-        except StorageError as error:
+        except StorageError as error:  # the journal's reserve has room for the attempt's failure
             failed = Failed(event.of, "journal", describe(error))
             checkpoint = self.ledger.checkpoints.get(event.of)
             if checkpoint is None or find_row(checkpoint, failed) is None:

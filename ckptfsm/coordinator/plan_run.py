@@ -2,12 +2,6 @@
 
 Every decision goes through the table and the commands of a living save. If the disk refuses a
 decision, the root is not opened (I8).
-
-- An adopted checkpoint is durable before any later decision relies on it.
-- A tracker that tells nothing, or names a checkpoint that will leave, is moved first to one that
-  stays. Only then is anything withdrawn.
-- An interrupted rollback is completed, unless a fresh start replaces it; the tracker is repaired
-  last. A fresh start is journaled, and takes the tracker away, before anything is adopted for it.
 """
 
 from __future__ import annotations
@@ -88,7 +82,7 @@ class PlanRun:
         if isinstance(action, Command):
             self.engine.run(action)
             return
-        if isinstance(action, Adopted):
+        if isinstance(action, Adopted):  # durable before any later decision relies on it
             self.engine.continue_from(action.run_seconds)
             self.engine.publisher.make_adopted_durable(action.of.step)
             self.engine.pin(action.of.step, "adopted")
@@ -97,12 +91,7 @@ class PlanRun:
         self.engine.post(action)
 
     def _fall_back(self, to: int | None, actions: Sequence[Event | Command]) -> None:
-        """Move the tracker to a checkpoint that stays, before anything is withdrawn.
-
-        See ``recovery.Plan``.
-
-        The tracker shows the next opening the intended step.
-        """
+        """Move the tracker to a checkpoint that stays, before anything is withdrawn: see ``Plan``."""
         if to is None:
             return
         if any(isinstance(action, Adopted) and action.of.step == to for action in actions):
@@ -155,8 +144,7 @@ class PlanRun:
         self.engine.append(RollbackFinished(at=self.clock.wall()))
 
     def _repair_tracker(self, *, rewrite: bool) -> None:
-        """Repair the tracker, unless a newer checkpoint waits for its journal record and may be
-        named.
+        """Repair the tracker, unless it may name a newer checkpoint that waits for its journal record.
 
         ``rewrite``: another program wrote the tracker, which may not be durable.
         """

@@ -1,8 +1,7 @@
 """A thread of each rank that carries reports to the coordinator while the trainer computes.
 
-With it, a checkpoint is finished as soon as its shards are durable. The agent only brings reports
-earlier: the rounds of all ranks send them again, and the coordinator takes each once. So it may die,
-and a report may be lost. It is in no collective, so foreign finalizers wait for the rounds.
+It only brings them earlier: the rounds of all ranks send them again, and the coordinator takes each
+once. So it may die, and a report may be lost.
 """
 
 from __future__ import annotations

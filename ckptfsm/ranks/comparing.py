@@ -2,8 +2,7 @@
 
 Those are the plain values of a state, a part of bytes, and a ``FileTree`` that says nothing of its
 ranks. Each rank sends a digest for a part with its proposal. Only if these differ, a few of the ranks
-send the digests of all keys, so that the keys can be named. A key that was named once is left out
-from then on, on every rank alike.
+send the digests of all keys, so that the keys can be named.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Comparison:
     def __init__(self, transport: Transport, mode: Literal["warn", "refuse"]) -> None:
         self._transport = transport
         self._refuses = mode == "refuse"  # then a difference is found again at every save
-        self._named: set[tuple[str, str]] = set()  # part and key; the same on every rank
+        self._named: set[tuple[str, str]] = set()  # part and key, once; the same on every rank
 
     def digests_of(self, draft: Draft) -> tuple[int, ...]:
         """A digest for each part of a draft (local)."""

@@ -1,10 +1,8 @@
 """The controller of a root, in a job with one driver process and groups of workers. No torch.
 
 Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and return their reports to
-the controller, by any call that the job has. It feeds them to the same coordinator that an SPMD job
-has in its rank 0. Every process that may write has a number in the checkpoint: 0 is the controller,
-each group follows with its ranks. A report counts only for its attempt; it may come late, twice, or
-never.
+the controller, by any call that the job has: late, twice, or never. Every process that may write has
+a number in the checkpoint: 0 is the controller, each group follows with its ranks.
 """
 
 from __future__ import annotations
@@ -179,7 +177,8 @@ class Controller(Session):
         of, grouped = accepted.of, (spec.ranks or () for spec in written.values())
         self._flights[of] = self._flight(rank for ranks in grouped for rank in ranks)
         handle = self._participant.begin_writing(self._storage, accepted, draft)
-        alone = all(_is_at_the_top(part) for part in parts.values())
+        # Then no other part has files in the checkpoint's directory itself.
+        alone = all(isinstance(part, GroupPart) and part.directory == "" for part in parts.values())
         tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
         return GroupSave(handle, tickets)
 
@@ -255,7 +254,9 @@ class Controller(Session):
             return
         flight = self._flights.get(event.of)
         if isinstance(event, WriterGone) and event.of in self._unconfirmed:
-            self._confirm(event)
+            self._unconfirmed[event.of].discard(event.rank)
+            if not self._unconfirmed[event.of]:  # then its workers need not be told any more
+                del self._unconfirmed[event.of]
             return
         if flight is None:  # it has ended, or belongs to another controller
             said = f"step {event.of.step}: a late report is dropped: {event.name}"
@@ -280,13 +281,6 @@ class Controller(Session):
     def _drop(self, event: Report) -> None:
         said = f"an implausible report is dropped: {event.name} of {shorten(str(event.of))}"
         say(log.warning, "report_dropped", said, report=event.name, of=str(event.of))
-
-    def _confirm(self, event: WriterGone) -> None:
-        """Note that an unawaited writer is gone; once all are, the attempt is no longer doomed."""
-        ranks = self._unconfirmed[event.of]
-        ranks.discard(event.rank)
-        if not ranks:
-            del self._unconfirmed[event.of]
 
     def lost(self, group: str, ranks: Iterable[int] | None = None, detail: str = "") -> None:
         """Report workers of a group as dead, and their writers with them.
@@ -375,20 +369,15 @@ class Controller(Session):
             with self._one_call.running():
                 located = restorer.choose(step)
             self._participant.say_notes()
-            yield None if located is None else self._reading(located)
+            if located is None:
+                yield None
+            else:
+                directory = self._storage.absolute(located.directory)
+                yield Reading(located.step, directory, located.parts, located.of)
         finally:
             # Else the lease expires. At the program's end, the coordinator's thread no longer runs.
             if located is not None and not self._participant.closed and not sys.is_finalizing():
                 restorer.release(located)
-
-    def _reading(self, located: Located) -> Reading:
-        directory = self._storage.absolute(located.directory)
-        return Reading(located.step, directory, located.parts, located.of)
-
-
-def _is_at_the_top(part: Any) -> bool:
-    """True if a group writes the part into the checkpoint's directory itself."""
-    return isinstance(part, GroupPart) and part.directory == ""
 
 
 def _number(groups: Mapping[str, int]) -> dict[str, int]:

@@ -1,9 +1,8 @@
 """A rank's connection to the coordinator: questions asked together, reports sent, news taken.
 
 The coordinator and its thread exist at rank 0 only; every other rank reaches them through the
-transport. Its errors are part of an answer or an update, so every rank raises them at the same point.
-News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as
-unanswered. So the next exchange tells everything that an interrupt delayed.
+transport. News stay with the coordinator until rank 0 has taken them, and an interrupted question
+counts as unanswered. So the next exchange tells everything that an interrupt delayed.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ class CoordinatorClient:
         self._coordinator = self._executor = None
 
     def leave(self, of: AttemptId, timeout_s: float) -> tuple[bool, State | None]:
-        """At rank 0: finish the save in flight from its receipts on disk, if all are there.
-
-        Returns whether the state of ``of`` is known after ``timeout_s``, and that state.
-        """
+        """At rank 0: see ``Coordinator.leave``. Returns whether it answered in time, and its answer."""
         if self._coordinator is None or self._executor is None:
             return False, None
         call = partial(self._coordinator.leave, of, timeout_s)
@@ -117,21 +113,15 @@ class CoordinatorClient:
         return False, None
 
     def abandon(self, timeout_s: float) -> bool:
-        """Give the root back without the other ranks. True if that was done within ``timeout_s``.
-
-        Otherwise the coordinator's thread gives it back when the disk answers.
-        """
+        """Give the root back without the other ranks. True if that was done within ``timeout_s``."""
         if self._coordinator is None or self._executor is None:
             return True
         future = self._executor.submit(self._coordinator.abandon)
         try:
             future.result(timeout_s)
         except FutureTimeout:
-            say(
-                log.warning,
-                "root_given_back_later",
-                "the disk is slow: the root is given back later",
-            )
+            said = "the disk is slow: the root is given back later"
+            say(log.warning, "root_given_back_later", said)
             return False
         except (CkptFsmError, OSError) as error:
             why = describe(error)

@@ -1,9 +1,8 @@
 """A worker of a group, in a job with one controller: writes its share of a part. No torch.
 
 ``write`` is collective in the group. All later calls are local, so that a dead worker never leaves
-another one waiting. A group completes its part itself, because a controller without torch cannot. The
-writer of its first rank waits for the other receipts, writes the loader's files (``.metadata``), and
-only then puts its own. An error is a report, not an exception: the controller decides.
+another one waiting. An error is a report, not an exception: the controller decides. A controller
+without torch cannot complete the group's part: the writer of the group's first rank does.
 """
 
 from __future__ import annotations
@@ -33,15 +32,11 @@ from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.coordinator_client import Answer, share_answer
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.proposal import ProposedCall, words_of
-from ckptfsm.ranks.restoring import Restorer, warn_of_rest
+from ckptfsm.ranks.restoring import Restorer, refuse_unknown_parts, warn_of_rest
 from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.plain_files import (
-    FileTree,
-    TreePart,
-    UnmadePart,
-)
+from ckptfsm.writers.plain_files import FileTree, TreePart, UnmadePart
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -159,12 +154,14 @@ class BaseGroupWorker:
         jobs = self._share.stage(storage, ticket.location, placed, draft)
         if not ticket.alone and any(isinstance(j, TreePart) and not j.directory for j in jobs):
             raise ConfigError("a FileTree needs a directory of its own", part=ticket.part.name)
-        first = self._ports.transport.rank == 0
-        unfinished = self._to_finish(placed) if first else ()
-        name = ticket.part.name
-        share = GroupShare(
-            name, directory, ticket, self._number, jobs, unfinished, self._ports.clock
+        first, finishers = self._ports.transport.rank == 0, self._ports.driver.finishers
+        unfinished = tuple(
+            Unfinished(spec.name, spec.directory, finishers[spec.kind])
+            for spec in placed.parts
+            if first and spec.kind in finishers
         )
+        name, clock = ticket.part.name, self._ports.clock
+        share = GroupShare(name, directory, ticket, self._number, jobs, unfinished, clock)
         self._launch(ticket, share, draft)
 
     def before_update(self) -> None:
@@ -194,15 +191,6 @@ class BaseGroupWorker:
         hear = self._one_call.hear_exit
         self._share.write(self._open(ticket.root), job, ticket.timeout_s, draft, hear)
         self._begun = True
-
-    def _to_finish(self, placed: Accepted) -> tuple[Unfinished, ...]:
-        """The parts that the group's first rank completes: those of a kind with a finisher."""
-        finishers = self._ports.driver.finishers
-        return tuple(
-            Unfinished(spec.name, spec.directory, finishers[spec.kind])
-            for spec in placed.parts
-            if spec.kind in finishers
-        )
 
     def _open(self, root: str) -> Storage:
         if self._storage is None:
@@ -272,12 +260,7 @@ class BaseGroupWorker:
         other ranks.
         """
         known = {spec.name: spec for spec in found.parts}
-        if known and part not in known:
-            raise ConfigError(
-                f"the checkpoint of step {found.step} has no part {part!r}; it has {', '.join(known)}",
-                step=found.step,
-                part=part,
-            )
+        refuse_unknown_parts(found.step, [part], known)
         spec = known.get(part, PartSpec(part, REPORT.name, part))
         shares = GroupParts.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
@@ -373,7 +356,7 @@ class GroupShare(PartJob):
 
     @property
     def shares(self) -> tuple[PartJob, ...]:
-        return self.jobs
+        return tuple(share for job in self.jobs for share in job.shares)
 
     @property
     def portable(self) -> bool:
@@ -390,7 +373,7 @@ class GroupShare(PartJob):
             rows += [(job.name, *row) for row in written.results]
         if self.unfinished:
             results = [rows, *self._of_others(storage, location)]
-            for part in self.unfinished:
+            for part in self.unfinished:  # only then this rank puts its own receipt
                 files += self._finish(storage, location, part, results)
         return Written(tuple(files), tuple(rows))
 

@@ -1,9 +1,8 @@
 """This rank's side of the protocol: rounds with the other ranks, and the news that come back.
 
 All ranks run a round at the same points: one tiny exchange ("has any rank news?"), then a full one
-if so. In the full exchange all reports go to the coordinator. All news come back, the same on every
-rank and in the same order. An error or a warning waits for a point that every rank reaches. An
-interrupt loses nothing: news count as taken after all their effects, and may be taken twice.
+if so. In the full exchange all reports go to the coordinator, and all news come back, the same on
+every rank and in the same order.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.signals import OneCall
@@ -59,6 +57,8 @@ from ckptfsm.ranks.reports import RankReports
 from ckptfsm.ranks.share import Share
 
 log = logging.getLogger("ckptfsm")
+P = ParamSpec("P")
+T = TypeVar("T")
 Hook = Callable[[TransitionRecord], None]
 _NEWS, _SAVE_DUE, _PREEMPTED, _ENDING, _OTHERS = range(5)
 _KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart completes these
@@ -109,9 +109,8 @@ class Participant:
         self._lost: set[AttemptId | int] = set()
         self._interval_s, self._next_timed_save = config.save_interval_s, 0.0
         self._unpolled_since: int | None = None  # the step of the save without a poll
-        self._lone_makes: list[
-            tuple[AttemptId, PartSpec]
-        ] = []  # of other ranks, in the newest save
+        # Parts whose make runs on other ranks only, in the newest save.
+        self._lone_makes: list[tuple[AttemptId, PartSpec]] = []
 
     @property
     def is_copy(self) -> bool:
@@ -192,11 +191,6 @@ class Participant:
             self._client.work_in_background()
             self._ports.clock.sleep(pause)
 
-    def catch_up(self, timeout_s: float) -> None:
-        """In a job with one rank, whose calls can be interrupted: first deal with the remains of one."""
-        if self._alone and not self._caught_up(self.view):
-            self.drive(self._caught_up, timeout_s, "an earlier answer of the disk")
-
     def _caught_up(self, view: View) -> bool:
         orphans = (self.reports.is_orphan(of, state, view) for of, state in view.unfinished.items())
         return not any(orphans) and not self._client.unanswered
@@ -213,7 +207,7 @@ class Participant:
     def settle(self, handle: SaveHandle, timeout_s: float | None = None) -> None:
         """Run rounds until a save is tracked or has failed."""
         limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s
-        self.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
+        self.drive(partial(handle_done, handle), limit, f"the save of step {handle.step}")
 
     def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
         """Wait until a save is done; its error is left for the caller, in the handle."""
@@ -270,13 +264,14 @@ class Participant:
         self._client.work_in_background()
         self.raise_failures()
 
-    def ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the coordinator together, see ``together``."""
-        return self.together(partial(self._client.ask, work, *arguments))
-
-    def together(self, question: Callable[[], Any]) -> Any:
-        """Ask at rank 0, for all ranks; the news first, then the error on every rank (collective)."""
-        answer = Answer()
+    def ask(
+        self,
+        work: Callable[Concatenate[Coordinator, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> T:
+        """Call ``work`` of the coordinator (collective): take the news, then raise on every rank."""
+        question, answer = partial(self._client.ask, work, *arguments, **keywords), Answer()
         with self.calls.running():
             try:
                 answer = self._client.together(question)
@@ -286,7 +281,7 @@ class Participant:
             except BaseException:  # a Ctrl-C
                 self._client.give_back(answer.value)
                 raise
-            return answer.value
+            return cast("T", answer.value)
 
     def _agree_on(self, flags: Sequence[bool]) -> list[bool]:
         """Agree. A rank that does not answer may be in a function of the trainer's: name that."""
@@ -304,7 +299,7 @@ class Participant:
             raise RankFailed(f"{said} FileTree(make, every_rank=True)", **error.facts) from error
 
     def take_update(self, update: Update) -> None:
-        """Act on the news, on every rank in the same order. An interrupt leaves the rest for later."""
+        """Act on the news. An interrupt leaves the rest for later; one of them may be taken twice."""
         known = self._inbox[-1][0] if self._inbox else self._client.taken - 1
         self._inbox += [item for item in update.news if item[0] > known]
         self.calls.taking_news = True
@@ -325,11 +320,8 @@ class Participant:
             self.calls.taking_news = False
 
     def refuse_inside_a_hook(self) -> None:
-        """Raise ``ConfigError`` in a call from a hook or a finalizer.
-
-        Such a call would wait for news that only the caller of the hook can take.
-        """
-        if self.calls.in_hook:
+        """Raise ``ConfigError`` in a call from a hook or a finalizer."""
+        if self.calls.in_hook:  # it would wait for news that only the hook's caller can take
             raise ConfigError("a hook or a finalizer may not call its manager: do it after poll()")
 
     def _take(self, news: News, *, ended: bool) -> None:
@@ -349,9 +341,10 @@ class Participant:
         handle = self._handles.get(news.of)
         if handle is not None:
             handle.move(news.dest)
-        used = news.source in (State.TRACKED, State.PRUNABLE)
-        if used and news.reason in UNUSABLE:
-            self._say_unusable(news)
+        if news.source in (State.TRACKED, State.PRUNABLE) and news.reason in UNUSABLE:
+            text = f"step {news.step} is {news.reason}, and out of use now: {news.detail}"
+            say(log.warning, "checkpoint_damaged", text, step=news.step, what=news.detail)
+            self.warn_later(RecoveryWarning(text))
         if news.dest is State.FAILED:
             self.reports.end_writer(news.of)
             self._end_failed(news)
@@ -369,12 +362,6 @@ class Participant:
             handle.fail(fatal)
         self._share.drop()
         self.view = View(self.view.steps)
-
-    def _say_unusable(self, record: TransitionRecord) -> None:
-        """Warn that an older step is used instead of a damaged one."""
-        text = f"step {record.step} is {record.reason}, and out of use now: {record.detail}"
-        say(log.warning, "checkpoint_damaged", text, step=record.step, what=record.detail)
-        self.warn_later(RecoveryWarning(text))
 
     def _on_blocked(self, news: Blocked) -> None:
         """Keep the reason of a block. Warn of a save in flight: a person may repair the disk in time."""
@@ -475,7 +462,9 @@ class Participant:
     def make_way(self, step: int) -> bool:
         """Wait for the save in flight, or refuse; False: skip this one. The same on every rank."""
         self.watch_polls(step)
-        self.catch_up(self._config.effect_timeout_s)
+        if self._alone and not self._caught_up(self.view):  # the remains of an interrupted call
+            effect_s = self._config.effect_timeout_s
+            self.drive(self._caught_up, effect_s, "an earlier answer of the disk")
         self.raise_failures()
         busy = self.view.in_flight
         if busy is None:
@@ -500,7 +489,7 @@ class Participant:
 
     def wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
         """Wait for a save. If the disk blocks it, retry once, then wait no longer."""
-        over, limit = _FinishedOrBlocked(finished), self._config.busy_timeout_s
+        over, limit = partial(_finished_or_blocked, finished), self._config.busy_timeout_s
         self.wait_and_retry(over, finished, limit, waiting_for)
 
     def wait_and_retry(
@@ -593,22 +582,14 @@ class Participant:
         return handle
 
 
-@dataclass(frozen=True, slots=True)
-class HandleDone:
-    handle: SaveHandle
-
-    def __call__(self, view: View) -> bool:
-        """True once the save is done and retention was applied, if no other attempt is cleaned up."""
-        failed = self.handle.exception() is not None
-        return self.handle.done and (failed or not view.retention_due or bool(view.unfinished))
+def handle_done(handle: SaveHandle, view: View) -> bool:
+    """True once the save is done and retention was applied, if no other attempt is cleaned up."""
+    failed = handle.exception() is not None
+    return handle.done and (failed or not view.retention_due or bool(view.unfinished))
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedOrBlocked:
-    finished: Callable[[View], bool]
-
-    def __call__(self, view: View) -> bool:
-        return self.finished(view) or view.blocked_by is not None
+def _finished_or_blocked(finished: Callable[[View], bool], view: View) -> bool:
+    return finished(view) or view.blocked_by is not None
 
 
 def _no_save_in_flight(view: View) -> bool:

@@ -1,8 +1,7 @@
 """The progress of a rank's share of a save, and the display of the save in flight at rank 0.
 
-A rank knows the bytes of its own writer only: with a thousand ranks, telling them would keep rank 0
-busy. Rank 0 sees in the other ranks' reports which of them are durable. The display has no thread: the
-agent draws while the trainer computes, and the rounds do.
+A rank knows the bytes of its own writer only. Rank 0 sees in the reports which ranks are durable. The
+agent's thread draws while the trainer computes, and so do the rounds.
 """
 
 from __future__ import annotations

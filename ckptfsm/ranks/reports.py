@@ -1,8 +1,4 @@
-"""The reports of this rank to the coordinator: of its share of a save, and of foreign finalizers.
-
-An interrupt loses no report: each round of ``note_due`` computes anew which reports are due, and a
-report is sent until an exchange took it.
-"""
+"""The reports of this rank to the coordinator: each is sent until an exchange took it."""
 
 from __future__ import annotations
 
@@ -98,7 +94,7 @@ class RankReports:
         self._given_up = of
 
     def note_due(self, view: View) -> None:
-        """Put all reports that are due into the outbox."""
+        """Put all reports that are due into the outbox, anew in each round: an interrupt loses none."""
         self._sent = {event for event in self._sent if event.of in view.unfinished}
         if self.source is not None:
             self.source()

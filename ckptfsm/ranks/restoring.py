@@ -1,16 +1,14 @@
 """Restore: choose, lease, verify, load. All ranks take every step together.
 
 A file that a rank reads whole is verified in that same pass, see ``ports.VerifiedReading``. Every
-other file is verified before anything is loaded, and no object is unpickled before its file was. A
-lease keeps the checkpoint meanwhile (F27). The load itself is megatron-core's, with collectives of its
-own: if a rank dies inside, only the process group's timeout ends the wait.
+other file is verified before anything is loaded, and no object is unpickled before its file was.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
@@ -269,14 +267,7 @@ class Restorer:
 
     def _part_directories(self, located: Located, named: Mapping[str, Any]) -> dict[str, str]:
         known = {spec.name: spec.directory for spec in located.parts}
-        missing = [name for name in named if known and name not in known]
-        if missing:
-            raise ConfigError(
-                f"the checkpoint of step {located.step} has no part {missing[0]!r}; it has "
-                f"{', '.join(known)}",
-                step=located.step,
-                part=missing[0],
-            )
+        refuse_unknown_parts(located.step, named, known)
         # A rank without files to verify has not looked for the directory yet (F9).
         visibility = Visibility(self.ports.clock, self.config.visibility_timeout_s)
         visibility.require(self.storage, located.directory)
@@ -319,6 +310,14 @@ class Restorer:
             raise failure
         if first:
             raise RestoreFailed(f"could not be loaded: {first}", step=step, file=self.storage.root)
+
+
+def refuse_unknown_parts(step: int, named: Iterable[str], known: Collection[str]) -> None:
+    """Raise ``ConfigError`` for a part that a checkpoint does not have; an adopted one knows none."""
+    missing = [name for name in named if known and name not in known]
+    if missing:
+        said = f"the checkpoint of step {step} has no part {missing[0]!r}; it has {', '.join(known)}"
+        raise ConfigError(said, step=step, part=missing[0])
 
 
 def _attempt(

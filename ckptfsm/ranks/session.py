@@ -1,9 +1,8 @@
 """Base class of ``CheckpointManager`` and ``Controller``: open, poll, pin, roll back, close.
 
-``Manager`` is one rank of a job with the same program on all ranks. ``Controller`` is the single
-process that drives groups of workers. Every public method is collective unless it says otherwise:
-all ranks of the transport call it at the same point, and a single thread at a time. Signal handlers
-wait for the end of a call, or for a place in it that all ranks reach together.
+Every public method is collective unless it says otherwise: all ranks of the transport call it at the
+same point, on one thread at a time. Signal handlers wait for the end of a call, or for a place in it
+that all ranks reach together.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from ckptfsm.adapters.notices import say, warn_at_end, warn_caller
 from ckptfsm.adapters.signals import OneCall
@@ -37,7 +36,6 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.ports import Identity, Ports, Storage
-from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.follow.beside import JobsBeside
@@ -51,7 +49,7 @@ from ckptfsm.ranks.coordinator_client import (
     share_answer,
 )
 from ckptfsm.ranks.handle import SaveHandle, View
-from ckptfsm.ranks.participant import HandleDone, Hook, Participant, nothing_unfinished
+from ckptfsm.ranks.participant import Hook, Participant, handle_done, nothing_unfinished
 from ckptfsm.ranks.restoring import Restorer
 from ckptfsm.ranks.share import Share
 from ckptfsm.ranks.shared_root import OpenedRoot, open_shared
@@ -60,6 +58,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("ckptfsm")
+P = ParamSpec("P")
+T = TypeVar("T")
 _LET_GO_S = 0.1
 
 
@@ -133,8 +133,11 @@ class Session:
             except BaseException as error:  # a Ctrl-C too: the other ranks wait for the broadcast
                 answer = answer_of(error)
         answer = share_answer(self._ports.transport, answer)
-        raised = answer.problem or problem or carried(self._open_locally, answer)
-        self._agree_that_all_opened(raised)
+        raised = answer.problem or problem or carried(self._open_at_another_rank, answer)
+        said = "" if raised is None else f"rank {self.rank}: {describe(raised)}"
+        first = first_problem(self._ports.transport, said)
+        if first:
+            raise raised or RankFailed(f"another rank could not open the root: {first}")
         self._recovery, view, _, _ = answer.value
         self._participant.begin(view, answer.update)
         mailbox = self._ports.mailbox()
@@ -146,30 +149,20 @@ class Session:
             self._share.agent = agent
         self._note_recovery()
 
-    def _open_locally(self, answer: Answer) -> None:
-        """Open this rank's storage."""
-        if self.rank != 0:
-            _, _, root, settings = answer.value
-            self._refuse_other_settings(settings)
-            self._storage = open_shared(self._ports, root, self.config.visibility_timeout_s)
-
-    def _refuse_other_settings(self, first: Mapping[str, object]) -> None:
-        """Refuse settings that are not those of rank 0: the ranks' exchanges would not meet."""
+    def _open_at_another_rank(self, answer: Answer) -> None:
+        """Open this rank's storage, unless its settings differ: the ranks' exchanges would not meet."""
+        if self.rank == 0:
+            return
+        _, _, root, settings = answer.value
         for name, own in self.config.of_all_ranks().items():
-            if own != first[name]:
+            if own != settings[name]:
                 raise ConfigError(
-                    f"{name} is {own!r} on rank {self.rank}, and {first[name]!r} on rank 0: give all "
+                    f"{name} is {own!r} on rank {self.rank}, and {settings[name]!r} on rank 0: give all "
                     "ranks the same",
                     key=name,
                     rank=self.rank,
                 )
-
-    def _agree_that_all_opened(self, raised: BaseException | None) -> None:
-        """Raise this rank's error, or that of another rank (collective)."""
-        said = "" if raised is None else f"rank {self.rank}: {describe(raised)}"
-        first = first_problem(self._ports.transport, said)
-        if first:
-            raise raised or RankFailed(f"another rank could not open the root: {first}")
+        self._storage = open_shared(self._ports, root, self.config.visibility_timeout_s)
 
     def _watch_signals(self) -> None:
         """Watch the configured signals. Raises outside of the main thread, for example."""
@@ -248,7 +241,9 @@ class Session:
         try:
             with self._one_call.running():
                 if not self._participant.closed:  # else an earlier close was interrupted
-                    self._wait_to_close(self.config.close_timeout_s)
+                    limit, what = self.config.close_timeout_s, "the saves in flight"
+                    self._participant.wait_and_retry(_may_close, nothing_unfinished, limit, what)
+                    self._participant.raise_failures()
                     self._agree(Coordinator.close)
                     if self._jobs is not None:
                         self._jobs.drain(self.config.jobs_drain_s, self._one_call.hear)
@@ -275,13 +270,6 @@ class Session:
         said = f"the run ended at step {reached}, and {newest}: save the last step, with last=True"
         say(log.warning, "steps_not_saved", said, reached=reached, latest=latest)
         warn_caller(UnsavedStepsWarning(said))
-
-    def _wait_to_close(self, timeout_s: float) -> None:
-        """Wait until nothing is in flight. A refused clean-up is left to the next start."""
-        self._participant.wait_and_retry(
-            _may_close, nothing_unfinished, timeout_s, "the saves in flight"
-        )
-        self._participant.raise_failures()
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for this rank's writer, then local work.
@@ -465,9 +453,8 @@ class Session:
         """
         with self._one_call.running():
             if self.config.on_failure == "warn":
-                self._participant.wait_unless_blocked(
-                    HandleDone(handle), f"the save of step {handle.step}"
-                )
+                done = partial(handle_done, handle)
+                self._participant.wait_unless_blocked(done, f"the save of step {handle.step}")
             else:
                 self._participant.settle(handle)
             self._participant.raise_failures()
@@ -498,21 +485,14 @@ class Session:
         Retention decides anew. Rank 0's values count. Each replaces a metric of the same name.
         Raises ``StepNotFoundError``, or ``ConfigError`` for a value that is not a finite number.
         """
-        self._require_open()
-        self._participant.together(partial(self._record_metrics, step, metrics))
-
-    def _record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """At rank 0: check the metrics, and have them recorded."""
-        figures = check_metrics(metrics)
-        self._client.ask(Coordinator.record_metrics, whole_step(step), figures)
+        self._agree(Coordinator.record_metrics, whole_step(step), metrics)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a tracked checkpoint by name (collective).
 
         Those of its save, and those of ``record_metrics``. Raises ``StepNotFoundError``.
         """
-        found: dict[str, float] = self._agree(Coordinator.metrics, whole_step(step))
-        return found
+        return self._agree(Coordinator.metrics, whole_step(step))
 
     def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
         """The best tracked step by a metric, as ``BestN`` decides (collective).
@@ -520,8 +500,7 @@ class Session:
         Ties go to the newer step, and a NaN is never the best. None if no tracked step has the metric.
         Rank 0's arguments count. Raises ``ConfigError`` for another ``mode``.
         """
-        found: int | None = self._agree(Coordinator.best_step, metric, mode)
-        return found
+        return self._agree(Coordinator.best_step, metric, mode)
 
     def rollback(self, step: int) -> None:
         """Go back to ``step``; later ones are moved to quarantine (collective)."""
@@ -530,10 +509,14 @@ class Session:
     def _restorer(self, config: CheckpointConfig) -> Restorer:
         return Restorer(self._ports, self._storage, config, self._agree, self._one_call)
 
-    def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the coordinator together, see ``Participant.together``."""
+    def _agree(
+        self,
+        work: Callable[Concatenate[Coordinator, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> T:
         self._require_open()
-        return self._participant.ask(work, *arguments)
+        return self._participant.ask(work, *arguments, **keywords)
 
 
 def whole_step(step: Any) -> Any:
@@ -547,7 +530,7 @@ def whole_step(step: Any) -> Any:
 
 
 def _may_close(view: View) -> bool:
-    """True if nothing is left to do, or only clean-ups of failed saves that the disk refuses."""
+    """True if nothing is left to do, or only clean-ups that the disk refuses: a start makes them."""
     refused = not view.awaiting and view.in_flight is None and view.unfinished
     return view.quiet or bool(refused and view.unfinished.keys() <= view.blocked.keys())
 

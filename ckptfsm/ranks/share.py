@@ -1,7 +1,6 @@
 """This process's share of a save: planned with the other ranks, then written by a writer, to its end.
 
-A rank of a job has one such object, and so has a worker of a group. They differ in who is told. A
-writer is tracked from before its launch until it has certainly exited, or its save is over.
+A rank of a job has one such object, and so has a worker of a group. They differ in who is told.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ Hear = Callable[[], BaseException | None]
 
 
 class Proposed(NamedTuple):
-    """The proposals ``by_rank``, at the first rank, and what every rank knows of their differences.
-
-    ``draft`` is that of this rank; None if it could not make one.
-    """
+    """The draft of this rank, if it could make one, and the proposals ``by_rank``, at the first rank."""
 
     draft: Draft | None
     by_rank: list[Proposal] | None
@@ -65,10 +61,7 @@ class Share:
         metrics: Mapping[str, float] | None = None,
         directories: tuple[str, ...] = (),
     ) -> Proposed:
-        """Plan a save, and send the plan to the first rank, which gets all of them (collective).
-
-        An error becomes part of the proposal. For ``directories`` see ``Proposal``.
-        """
+        """Plan a save, and send the plan, or its error, to the first rank (collective)."""
         ranks = self._ports.transport.world_size
         draft, proposal = propose(self._ports.driver, ranks, step, call, metrics)
         digests = self.comparison.digests_of(draft) if draft is not None else ()

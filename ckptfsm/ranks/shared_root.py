@@ -1,8 +1,4 @@
-"""The proof that every rank works in the directory that rank 0 opened.
-
-Node-local disks have the same path on every host. Without this look, such a job would notice at its
-first save, by a file that is not there.
-"""
+"""The proof that every rank works in the directory that rank 0 opened: disks of hosts share paths."""
 
 from __future__ import annotations
 
@@ -53,11 +49,10 @@ def open_when_visible(ports: Ports, timeout_s: float) -> Storage:
 
 
 def open_shared(ports: Ports, root: OpenedRoot, timeout_s: float) -> Storage:
-    """This rank's storage of the root that rank 0 has opened.
+    """This rank's storage of the root that rank 0 has opened, waited for at most ``timeout_s``.
 
-    Names that this host does not show yet are waited for, at most ``timeout_s``. The root is opened
-    anew for each look: this host may still have a directory at the path that was deleted meanwhile.
-    Raises ``ConfigError`` if rank 0's epoch does not show.
+    The root is opened anew for each look: this host may still have a directory at the path that was
+    deleted meanwhile. Raises ``ConfigError`` if rank 0's epoch does not show.
     """
     deadline, pause = ports.clock.monotonic() + timeout_s, pauses()
     while True:

@@ -271,7 +271,7 @@ LOOKS = (
     mutant(
         "prune-does-not-bring-back",
         "disk.setting_aside:Mover._prune_left",
-        "return self._bring_back(checkpoint, back, why_kept(left, facts))",
+        "return self._bring_back(checkpoint, back, why)",
         "return Pruned()",
         breaks="F27",
         source="F17",
@@ -844,8 +844,8 @@ FENCES = (
     mutant(
         "the-first-of-two-comes-back",
         "disk.setting_aside:Mover._prune_left",
-        "return self._bring_back(checkpoint, back, why_kept(left, facts))",
-        "return self._bring_back(checkpoint, paths[0], why_kept(left, facts))",
+        "return self._bring_back(checkpoint, back, why)",
+        "return self._bring_back(checkpoint, paths[0], why)",
         breaks="F27",
         source="fencing",
         why="a stranger's save gets the name of a step that a reader holds",
@@ -1451,8 +1451,8 @@ FENCES = (
         "return remove_some(self._storage, limit)",
         (
             "coordinator.coordinator:Coordinator.tick",
-            ("self._engine.check_epoch()\ninterval ="),
-            "interval =",
+            ("self._engine.check_epoch()\nself._tick_at ="),
+            "self._tick_at =",
         ),
         breaks="I9",
         source="fencing",

@@ -317,9 +317,9 @@ PEOPLE = (
     ),
     mutant(
         "what-the-disk-blocks-is-waited-for",
-        "ranks.participant:_FinishedOrBlocked.__call__",
-        "return self.finished(view) or view.blocked_by is not None",
-        "return self.finished(view)",
+        "ranks.participant:_finished_or_blocked",
+        "return finished(view) or view.blocked_by is not None",
+        "return finished(view)",
         breaks="I10",
         source="F5",
         why="training stands still for half an hour, and is not told of the disk",
