@@ -1,8 +1,7 @@
 """Decides whether the disk can hold a save, before a writer starts. Pure.
 
-The coordinator measures the disk, asks here, and prunes or refuses. Retention alone says which
-checkpoints may go, never the want of space. They go only if that lets the save begin, and if this run
-knows the newest one to be whole: it wrote or verified it.
+Retention alone says which checkpoints may go, never the want of space. They go only if that lets the
+save begin, and if this run knows the newest one to be whole.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ class Admission(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The facts that decide, in bytes.
+    """The facts that decide, in bytes. ``given_up``: of the tracked checkpoints that nothing keeps.
 
-    ``given_up`` is the size of the tracked checkpoints that nothing keeps. ``proven``: this run
-    wrote the newest tracked one, or verified its digests.
+    ``proven``: this run wrote the newest tracked one, or verified its digests.
     """
 
     needed: int
@@ -39,11 +37,10 @@ class Space:
 def predict_bytes(expected: int, earlier: Sequence[int]) -> int:
     """The size of a save that its ranks expect to have ``expected`` bytes, as far as they know.
 
-    ``earlier`` are the sizes of the tracked checkpoints with the same parts, oldest first. The
-    largest of the last three counts, and a twentieth of it for metadata and growth.
+    ``earlier`` are the sizes of the tracked checkpoints with the same parts, oldest first.
     """
     largest = max(earlier[-_RECENT:], default=0)
-    return max(expected, largest + largest // 20)
+    return max(expected, largest + largest // 20)  # a twentieth for metadata and growth
 
 
 def decide_admission(space: Space) -> Admission:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+_NAMED = 8  # ranks
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of messages for a terminal, as torch has them
 
 
@@ -285,10 +286,10 @@ def first_os_error(error: BaseException) -> OSError | None:
     return found
 
 
-def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """``ranks`` as short text: ``0, 3, 5 and 12 more``."""
-    shown = ", ".join(str(r) for r in sorted(ranks)[:limit])
-    return shown if len(ranks) <= limit else f"{shown} and {len(ranks) - limit} more"
+    shown, more = ", ".join(str(r) for r in sorted(ranks)[:_NAMED]), len(ranks) - _NAMED
+    return shown if more <= 0 else f"{shown} and {more} more"
 
 
 class SaveFailedWarning(UserWarning):

@@ -185,12 +185,12 @@ class Cleaned(Event):
 
 
 UNUSABLE: Final = frozenset({"damaged", "missing"})
-"""Reasons of a withdrawal that no person asked for."""
+"""Reasons for a withdrawal that nobody asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn(Event):
-    """A tracked checkpoint is no longer one to resume from."""
+    """Nothing may resume from a checkpoint any more that was in use."""
 
     name: ClassVar[str] = "withdrawn"
     reason: Literal["rollback", "damaged", "missing", "fresh"]
@@ -199,7 +199,7 @@ class Withdrawn(Event):
 
 @dataclass(frozen=True, slots=True)
 class Adopted(Event):
-    """A complete stock directory that no journal explains is taken over, in place."""
+    """A stock trainer's complete directory, unknown to the journal, becomes a checkpoint in place."""
 
     name: ClassVar[str] = "adopted"
     run_seconds: float = 0.0
@@ -242,7 +242,7 @@ class WriteTracker(Command):
 
 @dataclass(frozen=True, slots=True)
 class Prune(Command):
-    """Move the published directory to the trash, after looking at every guard again."""
+    """Move the published directory to the trash, unless pins, leases or the tracker now keep it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,4 +252,4 @@ class CleanUp(Command):
 
 @dataclass(frozen=True, slots=True)
 class Quarantine(Command):
-    """Move a withdrawn checkpoint aside; never delete it."""
+    """Move a withdrawn checkpoint's directory to quarantine, where nothing is deleted."""

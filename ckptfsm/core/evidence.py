@@ -1,7 +1,4 @@
-"""The findings on disk that recovery and ``keeping`` decide from. Pure.
-
-Both ask the same function which checkpoint a directory belongs to.
-"""
+"""The findings on disk that recovery and ``keeping`` decide from. Pure."""
 
 from __future__ import annotations
 
@@ -131,8 +128,7 @@ def is_whole(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
 def is_published_as(checkpoint: Checkpoint, of: AttemptId | None, manifest_crc: str) -> bool:
     """True if a manifest with this attempt and checksum is the one that the checkpoint was given.
 
-    Two runs with one schedule have attempts of the same names. Journals of earlier versions have no
-    checksum: then the name is all there is to compare.
+    Two runs with one schedule have attempts of the same names. Old journals have no checksum.
     """
     return of == checkpoint.id and checkpoint.manifest_crc in ("", manifest_crc)
 
@@ -140,28 +136,21 @@ def is_published_as(checkpoint: Checkpoint, of: AttemptId | None, manifest_crc: 
 def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
     """True if the directory at a checkpoint's name belongs to that checkpoint, whole or damaged.
 
-    A directory without a readable manifest names no attempt: an adopted one has none, and a
-    manifest may be torn. Such a directory belongs to the checkpoint unless ``moved`` says that the
-    checkpoint's directory lies in the trash or in quarantine.
-
-    A directory of another run, with an attempt of the same name, counts as the checkpoint's, damaged:
-    it is neither resumed from nor deleted.
+    ``moved``: the checkpoint's directory lies in the trash or in quarantine.
     """
     if checkpoint.reason == "missing":  # it was not there when it was withdrawn
         return False
-    if there.of is not None:
+    if there.of is not None:  # maybe of another run: damaged, so neither resumed from nor deleted
         return there.of == checkpoint.id
+    # It names no attempt: an adopted one has no manifest, and one may be torn.
     return not moved and there.found != "no_directory"
 
 
 def went_on(checkpoint: Checkpoint, tracker: TrackerEvidence) -> bool:
-    """True if another trainer resumed from the directory of an attempt in place.
-
-    That trainer then wrote the tracker, at the attempt's step or at a newer one. Our tracker never
-    names an unfinished attempt.
-    """
+    """True if another trainer resumed from the directory of an attempt in place, by its tracker."""
     if tracker.step is None or tracker.step < checkpoint.step:
         return False
+    # Our tracker never names an unfinished attempt.
     return tracker.step == checkpoint.step or not tracker.by_us
 
 

@@ -1,7 +1,6 @@
 """Findings about a root, for ``ckptfsm doctor``: what is wrong, in plain words, and the way out. Pure.
 
-The facts are those that a start decides from, and the decisions are made by the function that a start
-uses. So a finding never promises another outcome than the start's.
+Facts and decisions are those of a start, so a finding never promises another outcome.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def examine(facts: Situation) -> list[Finding]:
         *_of_the_tracker(facts),
         *_of_names(facts),
         *_of_the_host(facts),
+        *_of_failures(facts),
     ]
-    found += _of_failures(facts)
     if facts.owner.ownership is Ownership.LIVES:
         found = [
             replace(each, remedy=_BESIDE_A_JOB.get(each.remedy, each.remedy)) for each in found
@@ -150,8 +149,12 @@ def _of_the_plan(facts: Situation) -> Iterator[Finding]:
         words = "a fresh start" if facts.intent.target is None else "a rollback"
         yield Finding("rollback-interrupted", _REPAIRED, f"{words} was interrupted", _START)
     for decision in facts.decided.decisions:
-        if not (_is_under_way(facts, decision) or _is_no_directory(facts, decision)):
-            yield _of_decision(decision)
+        code, severity, remedy = BY_RULE[decision.rule]
+        repaired = severity is _REPAIRED or code == "name-unknown"
+        under_way = facts.owner.may_live and repaired  # nothing is wrong then
+        if not under_way and not _is_no_directory(facts, decision):
+            words = f"{decision.subject}: {decision.why}; a start would say: {decision.result}"
+            yield Finding(code, severity, words, remedy, decision.step)
 
 
 def _is_no_directory(facts: Situation, decision: Decision) -> bool:
@@ -183,18 +186,6 @@ def _of_refusal(refused: DamagedRoot, facts: Situation) -> Finding:
     return Finding("nothing-to-resume-from", _BROKEN, refused.message, remedy)
 
 
-def _is_under_way(facts: Situation, decision: Decision) -> bool:
-    """True if an owner may be at it: nothing is wrong then."""
-    code, severity, _ = BY_RULE[decision.rule]
-    return facts.owner.may_live and (severity is _REPAIRED or code == "name-unknown")
-
-
-def _of_decision(decision: Decision) -> Finding:
-    code, severity, remedy = BY_RULE[decision.rule]
-    words = f"{decision.subject}: {decision.why}; a start would say: {decision.result}"
-    return Finding(code, severity, words, remedy.format(step=decision.step), decision.step)
-
-
 def _of_the_cut(facts: Situation) -> Iterator[Finding]:
     """The newest owner's file of the journal is gone, as steps on disk show that nothing explains.
 
@@ -210,14 +201,14 @@ def _of_the_cut(facts: Situation) -> Iterator[Finding]:
         yield Finding("journal-cut", _BROKEN, words, _PUT_FILE_BACK)
 
 
-def _of_failures(facts: Situation) -> list[Finding]:
+def _of_failures(facts: Situation) -> Iterator[Finding]:
     """All saves of the newest run failed since its last tracked one. A single one may be chance."""
     if not facts.failed:
-        return []
+        return
     many, latest = len(facts.failed), facts.ledger.latest()
     since = f"since step {latest.step}, the latest" if latest is not None else "and none is tracked"
     words = f"{many} save{'s' if many > 1 else ''} failed {since}; the last was {facts.failed[-1]}"
-    return [Finding("saves-failing", _BROKEN if many > 1 else _NOTE, words, _MEND)]
+    yield Finding("saves-failing", _BROKEN if many > 1 else _NOTE, words, _MEND)
 
 
 def _of_the_tracker(facts: Situation) -> Iterator[Finding]:
@@ -294,7 +285,10 @@ def _of_the_host(facts: Situation) -> Iterator[Finding]:
         yield Finding("owner-elsewhere", _NOTE, words, f"look for pid {owner.pid} on {owner.host}")
     if owner.ownership is not Ownership.LIVES:
         yield from _of_processes(facts)
-    yield from _of_the_disk(facts)
+    sizes = [c.shard_bytes for c in facts.ledger.in_state(State.TRACKED)]
+    if facts.free_bytes is not None and sizes and facts.free_bytes < sizes[-1]:
+        words = f"{facts.free_bytes} bytes are free, the latest checkpoint has {sizes[-1]}"
+        yield Finding("disk-full", _BROKEN, words, "free space: the next save would be refused")
 
 
 def _of_processes(facts: Situation) -> Iterator[Finding]:
@@ -318,10 +312,3 @@ def _of_processes(facts: Situation) -> Iterator[Finding]:
 
 def _pids(processes: tuple[str, ...]) -> str:
     return " ".join(each.partition(" ")[0] for each in processes)
-
-
-def _of_the_disk(facts: Situation) -> Iterator[Finding]:
-    sizes = [c.shard_bytes for c in facts.ledger.in_state(State.TRACKED)]
-    if facts.free_bytes is not None and sizes and facts.free_bytes < sizes[-1]:
-        words = f"{facts.free_bytes} bytes are free, the latest checkpoint has {sizes[-1]}"
-        yield Finding("disk-full", _BROKEN, words, "free space: the next save would be refused")

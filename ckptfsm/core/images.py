@@ -1,9 +1,4 @@
-"""Images: the files of a part as lists of pieces, and the values around them.
-
-A piece is a literal, or the data of a tensor, or the tail of a ``torch.save`` blob, whose checksums
-depend on the data before it. An image holds no tensor and no torch object, so a process without torch
-can write it.
-"""
+"""Images: the files of a part as lists of pieces, which a process without torch can write."""
 
 from __future__ import annotations
 
@@ -39,8 +34,7 @@ class Literal(_Known):
 class Memory(Sent):
     """``size`` bytes of the trainer at ``address``: the data of one tensor.
 
-    ``lent``: the trainer can change them; it cannot if they are a copy that was made for the save.
-    ``early``: it may do so as soon as ``save`` has returned, without a gate.
+    ``lent``: the trainer can change them, as they are no copy. ``early``: as soon as ``save`` returns.
     """
 
     address: int

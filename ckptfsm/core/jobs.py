@@ -1,13 +1,7 @@
 """Jobs that run after a checkpoint is tracked (``on_tracked``): settings, and all decisions about them.
 
-Each job has a record for each checkpoint. ``settle`` compares the records with the ledger, and says
-which change, which are removed, and which wait for a turn.
-
-- A job begins for a tracked checkpoint only, in the order of requests. A new job begins with the
-  newest checkpoint.
-- A record that waits or runs ends as done, failed or missed, so no checkpoint is passed over silently.
-- An attempt counts from its begin. So a job that brings its trainer down does so at most ``attempts``
-  times.
+Each job has a record for each checkpoint. One that waits or runs ends as done, failed or missed, so
+no checkpoint is passed over silently.
 """
 
 from __future__ import annotations
@@ -96,7 +90,7 @@ def with_placeholders(command: Sequence[str], path: str, step: int) -> list[str]
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The decisions about the records: those to put, those to remove, those that wait, first first."""
+    """The records to put, those to remove, and those that wait, in the order of their turns."""
 
     put: tuple[JobRecord, ...]
     removed: tuple[JobRecord, ...]

@@ -1,10 +1,7 @@
-"""Names on disk. Pure: builds and parses names, touches nothing.
-
-A ``Layout`` holds the differences between trainers: the name of a step's directory, and where in it
-a stock reader looks for torch_dist directories. All other names are the same for every trainer.
+"""Names on disk, relative to the root. Pure.
 
 A name is accepted only if building it again gives the same text. So ``iter_5``, ``iter_+0000005`` or a
-step of a thousand digits is not taken for a checkpoint. Paths are relative to the root (see ``ports``).
+step of a thousand digits is not taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,10 +49,9 @@ LayoutName = Literal["megatron", "verl"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The naming of step directories in a trainer.
+    """The naming of step directories in a trainer: all other names are the same for every trainer.
 
-    ``tree`` is the name of the torch_dist directories inside a step's directory, "" if the step's
-    directory is one itself.
+    ``tree`` is the name of the torch_dist directories inside a step's directory, "" if that is one.
     """
 
     name: LayoutName

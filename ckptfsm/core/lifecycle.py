@@ -1,9 +1,9 @@
 """The life of a checkpoint, as one table.
 
-A checkpoint is requested, its ranks' writers take an immutable copy, and the shards become durable.
-The directory is completed and published, and the tracker names it. Later, a newer checkpoint makes
-it removable. Everything the library does to a checkpoint is a row of ``TABLE`` below; a move
-without a row cannot happen. Read the rows from top to bottom and you have read the product.
+A checkpoint is requested, each rank's writer takes its copy, and the shards become durable. The
+directory is completed and published, and the tracker names it. Once a newer checkpoint is tracked,
+it may be removed. Everything the library does to a checkpoint is a row of ``TABLE`` below; a move
+without a row cannot happen.
 
     requested -> forked -> shards_written -> finalized -> tracked -> prunable -> pruned
 

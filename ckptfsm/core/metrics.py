@@ -1,7 +1,4 @@
-"""The names of all metrics: the same in a trainer and in ``ckptfsm export``.
-
-A name has its unit at its end, in seconds or bytes. A name that was released stays.
-"""
+"""The names of all metrics, in a trainer and in ``ckptfsm export``. A name that was released stays."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ def shown(name: str, counter: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: its name without the unit's total, its help, and a value for each set of labels."""
+    """A metric: its name without ``_total``, its help, and a value for each set of labels."""
 
     name: str
     help: str
@@ -56,10 +53,7 @@ class Family:
 
 
 def text_of(metrics: Sequence[Metric], common: Mapping[str, str]) -> str:
-    """The text format of Prometheus, with the labels ``common`` at every value.
-
-    A node exporter drops what two files say with the same labels: two roots need a label each.
-    """
+    """The text format of Prometheus, with the labels ``common`` at every value."""
     lines: list[str] = []
     for metric in metrics:
         kind = "counter" if metric.counter else "gauge"

@@ -1,12 +1,7 @@
 """The ports: protocols for the disk, the clock, other ranks and the format of a part.
 
-Beside them stand the values that cross a port: a rank's job, and what its writer answers. Every port
-has at least two implementations (the real one and one in ``ckptfsm.testing``), and the same
-production code runs on both. Storage is at the granularity of system calls, so that a simulation can
-crash between any two of them.
-
-Paths are relative to the store's root, with ``/`` between components; a component is never empty,
-``.`` or ``..``. The empty string is the root itself.
+Beside them stand the values that cross a port: a rank's job, and what its writer answers. The same
+production code runs on the real ports and on those of ``ckptfsm.testing``.
 """
 
 from __future__ import annotations
@@ -37,10 +32,11 @@ class FileStat(NamedTuple):
 
 
 class Storage(Protocol):
-    """System calls on one store. Every method may raise ``OSError`` with ``errno`` set.
+    """System calls on one store: a simulation can crash between any two. Each may raise ``OSError``.
 
-    No call follows a symbolic link, in any component. A ``handle`` is an opaque integer.
-    ``root`` is the absolute path of the store, for foreign code and for messages.
+    Paths are relative to the root, "" is the root itself. Their components are joined by ``/``, and
+    none is empty, ``.`` or ``..``. No call follows a symbolic link, in any of them. ``root`` is the
+    absolute path of the store, for foreign code and for messages.
     """
 
     root: str
@@ -49,10 +45,9 @@ class Storage(Protocol):
         """Create ``path`` for writing; ``FileExistsError`` if there is anything at that name.
 
         With ``direct``, writes go past the page cache where the file system can, and the ordinary
-        way elsewhere. The caller need not know which. Each ``pwrite`` has an offset, a length and a
-        memory address that are multiples of ``DIRECT_ALIGNMENT``; pad the end of the file, and cut
-        it with ``truncate``. After a short write, pass the rest on even if it is not aligned. A
-        direct write is no more durable than another one: ``fsync`` makes it so.
+        way elsewhere. Each ``pwrite`` has an offset, a length and a memory address that are multiples
+        of ``DIRECT_ALIGNMENT``; pad the end of the file, and cut it with ``truncate``. After a short
+        write, pass the rest on even if it is not aligned. ``fsync`` is needed all the same.
         """
 
     def open_existing(self, path: str) -> int:
@@ -61,9 +56,8 @@ class Storage(Protocol):
     def open_reading(self, path: str, *, direct: bool = False) -> int:
         """Open a regular file for ``pread``.
 
-        With ``direct``, reads go past the page cache where the file system can, and the ordinary way
-        elsewhere. Offset, length and memory address of each ``pread`` are then to be multiples of
-        ``DIRECT_ALIGNMENT``. A read that is not is made the ordinary way.
+        With ``direct``, reads whose offset, length and memory address are multiples of
+        ``DIRECT_ALIGNMENT`` go past the page cache where the file system can.
         """
 
     def pread(self, handle: int, into: memoryview, offset: int) -> int:
@@ -78,9 +72,8 @@ class Storage(Protocol):
     def allocate(self, handle: int, size: int) -> bool:
         """Reserve the blocks of the first ``size`` bytes; the file then has at least that size.
 
-        New bytes read as zeros, so a size proves nothing about the content. Returns False, without
-        effect, where the file system cannot, and for a size of 0. After an error such as ENOSPC the
-        file may keep a part of the space until it is truncated or removed.
+        New bytes read as zeros. Returns False, without effect, where the file system cannot, and for a
+        size of 0. After an error the file may keep a part of the space until it is cut or removed.
         """
 
     def truncate(self, handle: int, size: int) -> None:
@@ -117,10 +110,7 @@ class Storage(Protocol):
         """
 
     def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        """As ``entries``, with the kind alone, which a listing tells without looking at each file.
-
-        So a name that another program removes meanwhile may still be told.
-        """
+        """As ``entries``, with the kind alone: files that are gone by now may be told too."""
 
     def stat(self, path: str) -> FileStat: ...
 
@@ -130,10 +120,7 @@ class Storage(Protocol):
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
-        """The content of regular files in one directory, in the order of ``names``.
-
-        At most ``limit`` bytes of each. Files that do not exist are left out.
-        """
+        """As ``read``, for files in one directory, in order. Files that do not exist are left out."""
 
     def free_bytes(self) -> int:
         """Free space for this user, in bytes."""
@@ -163,10 +150,7 @@ class Storage(Protocol):
 
 
 class Clock(Protocol):
-    """Clock that is passed in. No decision may use ``wall``: it is for people to read.
-
-    ``unix`` is read once, to find the distance to a time that a person gave.
-    """
+    """Clock that is passed in. No decision may use ``wall``: it is for people to read."""
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary origin; never goes back."""
@@ -175,14 +159,13 @@ class Clock(Protocol):
         """UTC time in ISO 8601, for journals and tables."""
 
     def unix(self) -> float:
-        """Seconds since 1970, as far as this host knows."""
+        """Seconds since 1970, as far as this host knows: only to compare with a time of a person's."""
 
     def sleep(self, seconds: float) -> None: ...
 
 
 class Identity(NamedTuple):
-    """The process that holds a root: distinguishes a living process from a later one with the same
-    pid.
+    """A process, as no later one with the same pid has it.
 
     ``namespace`` is the number of its pid namespace, "" if the kernel does not tell: containers of one
     pod have the same host name, and each has a process 1.
@@ -254,9 +237,8 @@ class Transport(Protocol):
 class PartFinisher(Protocol):
     """Completes a part from the results of its ranks; pure, so that a restart can do it too.
 
-    Args: the planned metadata, which the writer of the part's first rank left, each rank's write
-    results, and the absolute path that the part will have. Returns the files to put into the part's
-    directory, in writing order.
+    ``planned`` is the metadata that the writer of the part's first rank left, ``location`` the
+    absolute path that the part will have. Returns the files to put there, in writing order.
     """
 
     def __call__(
@@ -265,11 +247,10 @@ class PartFinisher(Protocol):
 
 
 class Written(NamedTuple):
-    """The output of a part: its files (relative to the step's directory), its result rows, its
-    payload.
+    """The output of a part: its files (relative to the step's directory) and its result rows.
 
-    ``payload`` goes back to the rank that forked the writer (foreign parts need it to finalize).
-    ``dropped`` says why an optional part was left out.
+    ``payload`` goes back to the rank, for the finalizers of a foreign part. ``dropped`` says why an
+    optional part was left out.
     """
 
     files: tuple[FileEntry, ...]
@@ -304,8 +285,7 @@ class PartJob:
 
     @property
     def files(self) -> tuple[str, ...] | None:
-        """The files that ``write`` makes, relative to the step's directory; None if they are not
-        known before."""
+        """The files that ``write`` makes, relative to the step's directory; None if not known."""
         return None
 
     @property
@@ -441,13 +421,10 @@ class WriterProcess(Protocol):
         """Kill the process and everything it started. True once it is certainly gone."""
 
     def whereabouts(self) -> str:
-        """Where the process and its workers hang, for people; "" if that cannot be told."""
+        """Where the process hangs, for people; "" if that cannot be told."""
 
     def written_bytes(self) -> int:
-        """Bytes of shards that the process and its workers gave to the disk so far.
-
-        No message, no wait: a read of shared memory. 0 if that cannot be told.
-        """
+        """Bytes of shards that it gave to the disk so far; 0 if that cannot be told. Never waits."""
 
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
@@ -518,8 +495,7 @@ class Survey(NamedTuple):
 
     - ``missing``: keys of sharded objects that the checkpoint does not have in this sharding.
     - ``shardings``: for each part, the regions that its shards cover, in the driver's format.
-    - ``stored``: for each part, the keys that the checkpoint has. The same on every rank, so only
-      rank 0 fills it.
+    - ``stored``: at rank 0, the keys that the checkpoint has, for each part.
     """
 
     missing: set[str]
@@ -565,9 +541,7 @@ class Driver(Protocol):
         """
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
-        """At rank 0: check the drafts of all ranks together.
-
-        Returns planned metadata for each part.
+        """At rank 0: check the drafts of all ranks together. Returns planned metadata for each part.
 
         A rank's summary covers only the parts that the rank writes.
         """
@@ -581,9 +555,7 @@ class Driver(Protocol):
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
-        """Compare the state that this rank wants to load with the checkpoint in ``directories``.
-
-        Local.
+        """Compare the state that this rank wants to load with the checkpoint in ``directories`` (local).
 
         Raises ``RestoreFailed`` for a key that does not fit and is not droppable.
         """
@@ -621,10 +593,7 @@ class DeferredSignals(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def hear(self) -> BaseException | None:
-        """Run the handlers that have arrived so far.
-
-        Returns the exception of a handler, if one raised.
-        """
+        """Run the handlers of the signals that have arrived. Returns the exception of one."""
 
 
 class Mailbox(Protocol):
@@ -666,11 +635,10 @@ def no_writers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The dependencies of a manager.
+    """The dependencies of a manager. ``open_storage(create)`` gives this rank's storage.
 
-    ``open_storage(create)`` gives this rank's storage. ``close_writers`` ends the processes that
-    ``launch`` keeps for later jobs. ``mailbox()`` makes the way for reports outside of the rounds
-    (collective); without one, they wait for the next round.
+    ``close_writers`` ends the processes that ``launch`` keeps for later jobs. ``mailbox()`` is
+    collective; without a mailbox, reports wait for the next round.
     """
 
     transport: Transport

@@ -1,8 +1,4 @@
-"""The progress of a save: its arithmetic, and its text for a terminal and a log. Pure.
-
-The text is here and not in ``views``, because the ranks of a trainer show it, and ``views`` lies above
-them.
-"""
+"""The progress of a save: its arithmetic, and its text for a terminal and a log. Pure."""
 
 from __future__ import annotations
 

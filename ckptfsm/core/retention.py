@@ -1,9 +1,7 @@
 """Which checkpoints to keep: policies, and how they combine.
 
-A policy looks at the tracked checkpoints, oldest first, and returns the steps to preserve. Policies
-are pure and may be wrong: the ledger keeps the latest, the pinned and the leased checkpoints in any
-case (I7), and a policy that raises keeps everything. Run time is accumulated over restarts by the
-journal: no policy needs a clock.
+Policies are pure and may be wrong: the ledger keeps the latest, the pinned and the leased checkpoints
+in any case (I7), and a policy that raises keeps everything.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ from ckptfsm.core.lifecycle import State
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The facts that a policy may look at.
-
-    ``run_seconds`` is accumulated training time, in seconds.
-    """
+    """The facts that a policy may look at. ``run_seconds`` is training time, over all restarts."""
 
     step: int
     run_seconds: float

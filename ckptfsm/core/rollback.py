@@ -1,8 +1,4 @@
-"""The intent to roll back a root or to start afresh, followed through the journal. Pure.
-
-A rollback and a fresh start move many checkpoints, and a crash may come in between. So the intent
-is journaled before any change, and every opening reads the intent until it is completed.
-"""
+"""The intent to roll back a root or to start afresh: journaled first, as many moves follow. Pure."""
 
 from __future__ import annotations
 
