@@ -76,7 +76,7 @@ class Participant:
         self,
         ports: Ports,
         config: CheckpointConfig,
-        link: CoordinatorClient,
+        client: CoordinatorClient,
         calls: OneCall,
         hooks: Sequence[Hook],
         share: Share,
@@ -98,7 +98,7 @@ class Participant:
         self._share = share
         self._ports = ports
         self._config = config
-        self._client = link
+        self._client = client
         self._hooks = tuple(hooks)
         self._meters = tuple(hook for hook in hooks if isinstance(hook, Meter))
         self._rank, self._writers = ports.transport.rank, writers

@@ -316,7 +316,9 @@ def refuse_unknown_parts(step: int, named: Iterable[str], known: Collection[str]
     """Raise ``ConfigError`` for a part that a checkpoint does not have; an adopted one knows none."""
     missing = [name for name in named if known and name not in known]
     if missing:
-        said = f"the checkpoint of step {step} has no part {missing[0]!r}; it has {', '.join(known)}"
+        said = (
+            f"the checkpoint of step {step} has no part {missing[0]!r}; it has {', '.join(known)}"
+        )
         raise ConfigError(said, step=step, part=missing[0])
 
 
