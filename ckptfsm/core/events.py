@@ -190,7 +190,7 @@ UNUSABLE: Final = frozenset({"damaged", "missing"})
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn(Event):
-    """Nothing may resume from a checkpoint any more that was in use."""
+    """A checkpoint is taken out of use: nothing may resume from it any more."""
 
     name: ClassVar[str] = "withdrawn"
     reason: Literal["rollback", "damaged", "missing", "fresh"]
@@ -252,4 +252,4 @@ class CleanUp(Command):
 
 @dataclass(frozen=True, slots=True)
 class Quarantine(Command):
-    """Move a withdrawn checkpoint's directory to quarantine, where nothing is deleted."""
+    """Move a withdrawn checkpoint's directory to quarantine; nothing deletes it unasked."""
