@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import describe
-from ckptfsm.core.ports import Settable
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
@@ -55,10 +54,7 @@ class WorkResult(Generic[T]):
         return self._wait(timeout)[1]
 
     def _wait(self, timeout: float | None) -> tuple[Any, BaseException | None]:
-        """Wait for the outcome, at most ``timeout`` seconds.
-
-        An interrupt here leaves the lock taken at worst when the outcome is there already.
-        """
+        # An interrupt here leaves the lock taken at worst when the outcome is there already.
         if self._outcome is None and self._running.acquire(
             timeout=-1 if timeout is None else timeout
         ):
@@ -123,31 +119,6 @@ class ThreadExecutor:
         while (item := self._next()) is not None:
             work, promise = item
             try:
-                run_into(work, promise)
+                promise.set_result(work())
             except BaseException as error:  # such as torch's CheckpointException
                 promise.set_exception(error)
-
-
-class InlineExecutor:
-    """Runs work at once on the caller's thread, for simulations."""
-
-    def submit(self, work: Callable[[], T]) -> WorkResult[T]:
-        promise: WorkResult[T] = WorkResult()
-        run_into(work, promise)
-        return promise
-
-    def repeat(self, work: Callable[[], object], every_s: float) -> None:
-        """Nothing: there is no thread."""
-
-    def shutdown(self) -> None:
-        """Nothing to stop."""
-
-
-def run_into(work: Callable[[], T], promise: Settable[T]) -> None:
-    """Run ``work`` and put its result or its ``Exception`` into ``promise``; let others pass."""
-    try:
-        result = work()
-    except Exception as error:  # kept for the thread that waits
-        promise.set_exception(error)
-    else:
-        promise.set_result(result)

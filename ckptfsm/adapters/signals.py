@@ -2,10 +2,8 @@
 
 CPython runs a handler between two instructions of the main thread, and the usual one for Ctrl-C
 raises. Between two collectives that would leave the other ranks waiting in the second one. Between
-a fork and the line that stores the child, it would leave an unknown writer. Inside ``os.fork``, in
-the calls before and after it, the error is printed and lost, and logging's lock may stay held.
-
-Handlers are deferred, not lost: each runs at the end of the block, or where the block calls ``hear``.
+a fork and the line that stores the child, it would leave an unknown writer. Inside ``os.fork`` the error
+is lost, and logging's lock may stay held.
 """
 
 from __future__ import annotations
@@ -63,10 +61,9 @@ def _end_with(trainer: int) -> None:
 class PosixDeferredSignals:
     """``with PosixDeferredSignals(): self.child = fork_child(...)``: a Ctrl-C is raised at the end.
 
-    For handlers written in Python, in the main thread. The kernel's setting of each is restored: its
-    flags, or a handler in C above ours. Only one that was newly set inside stays.
-
-    Not to be entered twice.
+    For handlers written in Python, in the main thread. Each runs at the end of the block, or where the
+    block calls ``hear``. The kernel's setting of each is restored: its flags, or a handler in C above
+    ours. Only one that was newly set inside stays. Not to be entered twice.
     """
 
     def __init__(self) -> None:
@@ -103,10 +100,7 @@ class PosixDeferredSignals:
                 raise first
 
     def hear(self) -> BaseException | None:
-        """Run the handlers that have arrived so far.
-
-        Returns the exception of the first that raises.
-        """
+        """Run the handlers that have arrived so far. Returns the exception of the first that raises."""
         while self._arrived:
             number = next(iter(self._arrived))
             try:
@@ -137,26 +131,11 @@ class PosixDeferredSignals:
             self._put_off[number][0](number, frame)
 
 
-class NoDeferredSignals:
-    """``DeferredSignals`` for a simulated process, in which no handler ever runs."""
-
-    def __enter__(self) -> None:
-        """Nothing to defer."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to restore."""
-
-    def hear(self) -> BaseException | None:
-        return None
-
-
 class OneCall:
-    """Allows one thread at a time into the public calls of a manager, and defers signal handlers
-    there.
+    """Allows one thread at a time into the public calls of a manager, and defers signal handlers.
 
-    An interrupted call would leave the other ranks waiting in a collective. ``taking_news`` is set
-    by the participant while hooks run, which may call nothing. ``left``: the manager was left, so
-    there are no more agreements with other ranks.
+    ``taking_news`` is set by the participant while hooks run, which may call nothing. ``left``: the
+    manager was left, so there are no more agreements with other ranks.
     """
 
     def __init__(self, defer: Callable[[], DeferredSignals]) -> None:

@@ -180,7 +180,6 @@ class Identity(NamedTuple):
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Pending(Protocol[T_co]):
@@ -195,14 +194,6 @@ class Pending(Protocol[T_co]):
     def result(self, timeout: float | None = None) -> T_co: ...
 
     def exception(self, timeout: float | None = None) -> BaseException | None: ...
-
-
-class Settable(Protocol[T_contra]):
-    """The other end of a ``Pending``."""
-
-    def set_result(self, result: T_contra, /) -> None: ...
-
-    def set_exception(self, error: BaseException, /) -> None: ...
 
 
 class Executor(Protocol):

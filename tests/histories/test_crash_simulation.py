@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from inline import InlineExecutor
 from proof.sim.answers import HandedOn
 
-from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, SaveFailed

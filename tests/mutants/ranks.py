@@ -133,9 +133,9 @@ WRITERS = (
     ),
     mutant(
         "handlers-run-inside-a-call",
-        "adapters.signals:OneCall.running",
-        "signals = self._defer()",
-        "signals = NoDeferredSignals()",
+        "adapters.signals:PosixDeferredSignals.__enter__",
+        "if threading.current_thread() is not threading.main_thread():",
+        "if True:",
         breaks="I10",
         source="F13",
         why="a Ctrl-C leaves the other ranks in a collective, or a writer unknown to all ranks",

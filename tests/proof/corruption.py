@@ -33,7 +33,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.adapters.executor import InlineExecutor
+from inline import InlineExecutor
+
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (

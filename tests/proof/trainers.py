@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from inline import InlineExecutor
 
-from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
     CkptFsmError,

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptfsm.adapters.executor import run_into
-from ckptfsm.adapters.signals import NoDeferredSignals
+from inline import NoDeferredSignals, run_into
+
 from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.core.events import Event, ShardReported, WriterForked
 from ckptfsm.core.parts import PartSpec, content_of

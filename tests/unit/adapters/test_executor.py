@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.adapters.executor import InlineExecutor, ThreadExecutor
+from ckptfsm.adapters.executor import ThreadExecutor
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 10.0
 
 
-@pytest.fixture(params=[ThreadExecutor, InlineExecutor])
-def executor(request):
-    made = request.param()
+@pytest.fixture
+def executor():
+    made = ThreadExecutor()
     yield made
     made.shutdown()
 
@@ -61,25 +61,6 @@ def test_work_runs_on_one_other_thread():
     threads = {executor.submit(threading.get_ident).result(WAIT_S) for _ in range(5)}
     assert len(threads) == 1 and threading.get_ident() not in threads
     executor.shutdown()
-
-
-def test_inline_runs_at_once_on_the_callers_thread():
-    """Catches: a simulation that is not step by step."""
-    future = InlineExecutor().submit(threading.get_ident)
-    assert future.done() and future.result() == threading.get_ident()
-
-
-def test_a_death_is_not_kept_in_a_future():
-    """Catches: a simulated death of the process that is taken for a failed effect."""
-
-    class Death(BaseException):
-        pass
-
-    def die() -> None:
-        raise Death
-
-    with pytest.raises(Death):
-        InlineExecutor().submit(die)
 
 
 def test_the_training_thread_does_not_wait():
@@ -179,7 +160,3 @@ def test_repeated_work_that_fails_is_told_and_stops_no_other(caplog):
     assert [record.event for record in caplog.records] == ["repeated_work_ended"]
     assert executor.submit(lambda: "still here").result(WAIT_S) == "still here"
     executor.shutdown()
-
-
-def test_a_simulation_repeats_nothing():
-    InlineExecutor().repeat(lambda: 1 // 0, 0.0)

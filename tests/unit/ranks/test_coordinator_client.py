@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 
+from inline import InlineExecutor, NoDeferredSignals
 from roots import (
     LATER,
     fails_to_look,
@@ -11,9 +12,7 @@ from roots import (
     saved,
 )
 
-from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
-from ckptfsm.adapters.signals import NoDeferredSignals
 from ckptfsm.core.layout import EPOCHS
 from ckptfsm.ranks.coordinator_client import CoordinatorClient
 from ckptfsm.testing.simfs import SimDisk

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inline import InlineExecutor
 from managers import (
     QUICK,
     TEMPLATE,
@@ -40,7 +41,6 @@ from managers import (
 )
 
 import ckptfsm.disk.inspection as evidence_module
-from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator

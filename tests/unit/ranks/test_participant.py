@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from inline import InlineExecutor
 from managers import QUICK
 
-from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.lifecycle import State
