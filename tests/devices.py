@@ -25,17 +25,13 @@ class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.ended = device, False
 
-    def done(self) -> bool:
+    def query(self) -> bool:
         if self.device.error:
             raise RuntimeError(self.device.error)
         return self.ended
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.device.run()
-
-    def hold_updates(self) -> None:
-        if not self.ended:
-            self.device.held_by.append(self)
 
 
 class FakeDevice:
@@ -76,7 +72,7 @@ class FakeDevice:
         while self._kernels and not self.held_by:
             self._kernels.pop(0)()
 
-    # -------------------------------------------------------------------- device_copies.Device
+    # -------------------------------------------------------------------- device_copies.CudaDevice
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._places
@@ -100,6 +96,10 @@ class FakeDevice:
         self._copies.append((list(pairs), event))
         return event
 
+    def hold_updates(self, event: FakeEvent) -> None:
+        if not event.ended:
+            self.held_by.append(event)
+
 
 class RealDevice:
     """The CUDA device, which makes its copies when it likes."""
@@ -107,7 +107,7 @@ class RealDevice:
     def tensor(self, size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32, device="cuda")
 
-    def find(self, tensor: torch.Tensor) -> device_copies.Device | None:
+    def find(self, tensor: torch.Tensor) -> device_copies.CudaDevice | None:
         return cuda_of(tensor)
 
     def launch(self, kernel: Callable[[], object]) -> None:

@@ -1,13 +1,9 @@
 """Copies of an accelerator's state to the host that the trainer does not wait for.
 
-A save copies its tensors into an arena, which is pinned once and kept for the next saves. A side stream
-makes the copies: it begins after the work that the trainer's current stream has so far, and ends with
-an event. The trainer may change its tensors once its current stream was put behind the event
-(``order_updates``): the host waits for nothing. The writer gets its order when the event is done.
-
-No forked child has the arena: an accelerator writes into it past the kernel's copy-on-write. If a
-writer is forked all the same, it gets an arena that is filled for the last time. Work of other streams
-on the state is not waited for: the trainer joins them before ``save``.
+A side stream copies the tensors into pinned memory, behind the work that the trainer's current stream
+has so far; the trainer joins other streams before ``save``. The trainer may change its tensors once its
+current stream was put behind the copies (``order_updates``). The writer gets its order when they are
+made.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import errno
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,56 +33,19 @@ _LEFT: list[PinnedArena] = []  # an accelerator that hangs may still write into 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class CopyEvent(Protocol):
-    """The end of copies, as the accelerator tells it."""
-
-    def done(self) -> bool:
-        """True once the copies are made. Raises the accelerator's error; never waits."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the copies. Raises the accelerator's error."""
-        ...
-
-    def hold_updates(self) -> None:
-        """Let the later work of the current stream run behind the copies; does not wait."""
-        ...
-
-
-class Device(Protocol):
-    """An accelerator, as far as copies need it."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor lies in the memory of this accelerator."""
-        ...
-
-    def pin(self, address: int, size: int) -> None:
-        """Let the accelerator reach this host memory. Raises ``OSError`` if it does not."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``. Raises ``RuntimeError`` if the accelerator failed."""
-        ...
-
-    def copy(self, pairs: Pairs) -> CopyEvent:
-        """Begin copies (from, to), in order, behind the current stream's work so far.
-
-        The memory of their sources is not used otherwise before that, also if it is freed.
-        """
-        ...
-
-
 class CudaDevice:
-    """A CUDA or ROCm device, through torch. See ``Device``."""
+    """A CUDA or ROCm device, through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor lies in the memory of this device."""
         return tensor.device == self._device
 
     def pin(self, address: int, size: int) -> None:
+        """Let the device reach this host memory. Raises ``OSError`` if it does not."""
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if code:
@@ -95,58 +54,44 @@ class CudaDevice:
                 raise OSError(errno.ENOMEM, f"cudaHostRegister of {size} bytes: error {code}")
 
     def unpin(self, address: int) -> None:
+        """Undo ``pin``. Raises ``RuntimeError`` if the device failed."""
         with torch.cuda.device(self._device):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
-    def copy(self, pairs: Pairs) -> CudaEvent:
+    def copy(self, pairs: Pairs) -> torch.cuda.Event:
+        """Begin copies (from, to), in order, behind the current stream's work so far."""
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self._side)
+                source.record_stream(self._side)  # its memory may be freed, and used again
             event = torch.cuda.Event()
             event.record(self._side)
-        return CudaEvent(self._device, event)
+        return event
+
+    def hold_updates(self, event: torch.cuda.Event) -> None:
+        """Let the later work of the current stream run behind these copies; does not wait."""
+        torch.cuda.current_stream(self._device).wait_event(event)
 
 
-class CudaEvent:
-    """See ``CopyEvent``."""
-
-    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
-        self._device = device
-        self._event = event
-
-    def done(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def hold_updates(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-def cuda_of(tensor: torch.Tensor) -> Device | None:
+def cuda_of(tensor: torch.Tensor) -> CudaDevice | None:
     """The CUDA device that holds a tensor, or None."""
     return CudaDevice(tensor.device) if tensor.is_cuda else None
 
 
 class PinnedArena:
-    """Pinned host memory, as torch's storage. Raises ``OSError`` if there is none."""
+    """Pinned host memory, kept for the next saves. Raises ``OSError`` if there is none.
 
-    def __init__(self, device: Device, size: int) -> None:
+    No forked child has it: an accelerator writes into it past the kernel's copy-on-write.
+    """
+
+    def __init__(self, device: CudaDevice, size: int) -> None:
         self._device = device
-        self._pages = take_pages(-(-size // _GRAIN) * _GRAIN)
+        self.size = -(-size // _GRAIN) * _GRAIN
+        self.pages = take_pages(self.size)
+        self._address = ctypes.addressof(self.pages)
         device.pin(self._address, self.size)
-        self._storage = torch.frombuffer(self._pages, dtype=torch.uint8).untyped_storage()
-
-    @property
-    def size(self) -> int:
-        return len(self._pages)
-
-    @property
-    def _address(self) -> int:
-        return ctypes.addressof(self._pages)
+        self._storage = torch.frombuffer(self.pages, dtype=torch.uint8).untyped_storage()
 
     def view(self, start: int, like: torch.Tensor) -> torch.Tensor:
         """A tensor at ``start``, in the form of ``like``."""
@@ -163,9 +108,6 @@ class PinnedArena:
             said = f"pinned memory cannot be given back: {describe(error)}"
             say(log.warning, "not_unpinned", said, error=describe(error))
 
-    def give_to_children(self) -> None:
-        give_to_children(self._pages)
-
 
 class DeviceCopies:
     """The arena of one rank, and the saves that use it.
@@ -176,15 +118,15 @@ class DeviceCopies:
 
     def __init__(
         self,
-        find: Callable[[torch.Tensor], Device | None] = cuda_of,
+        find: Callable[[torch.Tensor], CudaDevice | None] = cuda_of,
         free_bytes: Callable[[], int] = available_bytes,
     ) -> None:
         self._find = find
         self._free_bytes = free_bytes
-        self._device: Device | None = None
+        self._device: CudaDevice | None = None
         self._arena: PinnedArena | None = None
         self._last: weakref.ref[StateCopy] | None = None
-        self._event: CopyEvent | None = None  # of the last copies
+        self._event: torch.cuda.Event | None = None  # of the last copies
         self._off = False
 
     def begin(self, values: Iterable[Any]) -> StateCopy | None:
@@ -211,14 +153,14 @@ class DeviceCopies:
         self._last = weakref.ref(copy)
         return copy
 
-    def begun(self, event: CopyEvent) -> None:
+    def begun(self, event: torch.cuda.Event) -> None:
         """Note the end of the last copies into the arena."""
         self._event = event
 
     def _is_filled(self) -> bool:
         """True if no copy into the arena is under way."""
         try:
-            if self._event is not None and not self._event.done():
+            if self._event is not None and not self._event.query():
                 return False
         except RuntimeError as error:
             said = f"the last copies of the state failed: {describe(error)}"
@@ -226,7 +168,7 @@ class DeviceCopies:
         self._event = None
         return True
 
-    def _arena_of(self, device: Device, needed: int) -> PinnedArena | None:
+    def _arena_of(self, device: CudaDevice, needed: int) -> PinnedArena | None:
         """An arena with room for ``needed`` bytes; None, and never one again, if there is no memory."""
         if self._arena is not None and self._arena.size >= needed:
             return self._arena
@@ -246,11 +188,11 @@ class DeviceCopies:
         return self._arena
 
     def give_to_children(self) -> None:
-        """Give the arena to a child that is about to be forked, and use none from now on."""
+        """Give the arena to a child that is forked next, filled for the last time; use none again."""
         arena, self._off = self._arena, True
         self.close()
         if arena is not None:
-            arena.give_to_children()
+            give_to_children(arena.pages)
 
     def close(self) -> None:
         """Give the arena back; never waits. Under copies, it stays until the process ends."""
@@ -263,7 +205,7 @@ class DeviceCopies:
             _LEFT.append(arena)
 
 
-def _is_copied_by(device: Device, tensor: torch.Tensor) -> bool:
+def _is_copied_by(device: CudaDevice, tensor: torch.Tensor) -> bool:
     """True if the device can copy a tensor by itself, as it lies in memory."""
     return (
         type(tensor) is torch.Tensor
@@ -282,9 +224,9 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 class StateCopy:
-    """The copies of one save, see ``writers.image.Copying``. The arena is taken while this lives."""
+    """The copies of one save, see ``core.images.Copying``. The arena is taken while this lives."""
 
-    def __init__(self, owner: DeviceCopies, device: Device, arena: PinnedArena) -> None:
+    def __init__(self, owner: DeviceCopies, device: CudaDevice, arena: PinnedArena) -> None:
         self._owner, self._device, self._arena = owner, device, arena
         self.host_copied = False
         self._used = 0
@@ -292,7 +234,7 @@ class StateCopy:
         self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watched: list[tuple[str, torch.Tensor, int]] = []
         self._problem = ""
-        self._event: CopyEvent | None = None
+        self._event: torch.cuda.Event | None = None
 
     def room_for(self, value: Any) -> torch.Tensor | None:
         """Host memory in the form of a tensor; None if the host is to copy it."""
@@ -311,21 +253,20 @@ class StateCopy:
     def start(self) -> None:
         """Begin the copies. Raises the accelerator's error."""
         if self._first:
-            self._copy(self._first).hold_updates()
+            self._device.hold_updates(self._copy(self._first))
         if self._others:
             self._copy(self._others)
         self._first, self._others = [], []
 
-    def _copy(self, pairs: Pairs) -> CopyEvent:
+    def _copy(self, pairs: Pairs) -> torch.cuda.Event:
         self._event = event = self._device.copy(pairs)
         self._owner.begun(event)
         return event
 
     def done(self) -> bool:
-        """True once the arena has the state. Raises ``SaveFailed`` with the accelerator's error."""
         if self._event is not None:
             try:
-                if not self._event.done():
+                if not self._event.query():
                     return False
             except RuntimeError as error:
                 raise SaveFailed(f"the state cannot be copied to the host: {error}") from error
@@ -333,11 +274,10 @@ class StateCopy:
         return True
 
     def order_updates(self) -> None:
-        """Let all later work of the current stream run behind the copies; does not wait."""
         self._problem = self.changed()
         self._watched = []
         if self._event is not None:
-            self._event.hold_updates()
+            self._device.hold_updates(self._event)
 
     def changed(self) -> str:
         """The first tensor that was changed before ``order_updates``, in words; "" if none was."""
@@ -347,13 +287,11 @@ class StateCopy:
         return self._problem
 
     def let_go(self) -> None:
-        """Drop the trainer's tensors."""
         self._watched = []
 
     def give_to_child(self) -> None:
-        """Wait for the copies, and give their memory to a child that is about to be forked."""
         if self._event is not None:
-            self._event.wait()
+            self._event.synchronize()
         self._owner.give_to_children()
 
 

@@ -400,7 +400,7 @@ MUTANTS = (
     mutant(
         "an-update-beside-the-accelerators-copy",
         "megatron.device_copies:StateCopy.order_updates",
-        "self._event.hold_updates()",
+        "self._device.hold_updates(self._event)",
         "pass",
         breaks="I5",
         source="order",

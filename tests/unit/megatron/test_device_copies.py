@@ -208,9 +208,9 @@ def test_the_adapter_orders_the_streams(calls):
     device = CudaDevice(torch.device("cpu"))
     target = SimpleNamespace(copy_=calls.note("copy"))
     event = device.copy([(SimpleNamespace(record_stream=calls.note("keep")), target)])
-    assert event.done()
-    event.hold_updates()
-    event.wait()
+    assert event.query()
+    device.hold_updates(event)
+    event.synchronize()
     assert calls.said == [
         "side waits for the current stream",
         *("on side", "copy", "keep", "record", "off side"),
