@@ -1,8 +1,7 @@
 """Forked children that hold a copy of the trainer's memory, and their supervision. No torch here.
 
-A child keeps nothing else of its parent: no listening socket (a restarted job needs the port), no lock,
-no lease, no journal. It dies with its parent, and ends only through ``os._exit``. Success is exit code 0
-*and* a complete payload: the parent never takes "not alive" for it.
+A child keeps nothing else of its parent, and dies with it. Success is exit code 0 *and* a complete
+payload: the parent never takes "not alive" for it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import gc
 import logging
 import os
 import pickle
+import queue
 import select
 import signal
 import struct
@@ -83,7 +83,7 @@ class Child:
         """
         if self._outcome is None and self._is_ours():
             self._drain()
-            status = self._reap()
+            status = reaped(self.pid)
             if status is not None:
                 self._drain()
                 self._finish(status[0])
@@ -105,7 +105,7 @@ class Child:
             return True
         if not self._is_ours():
             return False
-        self._kill_group()
+        kill_group(self.pid)
         return self.wait(timeout_s) is not None
 
     def whereabouts(self) -> str:
@@ -129,19 +129,6 @@ class Child:
             self.began = self.began or bool(piece)
             self._data += piece
 
-    def _reap(self) -> tuple[int | None] | None:
-        """None while the child runs, else its exit code: None if another handler reaped the child."""
-        try:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return None
-            self._kill_group()  # before its number is free for another process
-            return (os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]),)
-        except ChildProcessError:
-            # No number is used again while it is a group's.
-            if not Path(f"/proc/{self.pid}").exists():
-                self._kill_group()
-            return (None,)
-
     def _finish(self, exitcode: int | None) -> None:
         if self._pipe is not None:
             os.close(self._pipe)
@@ -149,10 +136,28 @@ class Child:
         self._outcome = _read_outcome(exitcode, bytes(self._data))
         self._data.clear()
 
-    def _kill_group(self) -> None:
-        """Kill the child, and workers that outlived it: they must not write on."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
-            os.killpg(self.pid, signal.SIGKILL)
+
+def reaped(pid: int) -> tuple[int | None] | None:
+    """None while the leader of a group runs, else its exit code: None if something else reaped it.
+
+    Kills what has outlived it in the group, and would write on.
+    """
+    try:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        kill_group(pid)  # before its number is free for another process
+        return (os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),)
+    except ChildProcessError:
+        # No number is used again while it is a group's.
+        if not Path(f"/proc/{pid}").exists():
+            kill_group(pid)
+        return (None,)
+
+
+def kill_group(leader: int) -> None:
+    """Kill all processes of a group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
+        os.killpg(leader, signal.SIGKILL)
 
 
 def fork_child(
@@ -164,14 +169,12 @@ def fork_child(
     """Fork a child that runs ``job`` and reports its (picklable) result or its error.
 
     ``keep``: descriptors the child may keep. ``count``: the bytes that it writes, which ``job`` counts.
-
     The child has a process group of its own: it can be killed with everything it forks, and a Ctrl-C at
     the terminal does not reach it. Call within ``PosixDeferredSignals``, until the child is stored.
 
-    Returns when the child runs: a lock that another thread held at the fork stays locked there for good.
-    A child that hangs in the fork is killed and forked anew; the last
-    attempt is left to its deadline. CPython 3.10 and 3.11 could hang there until September 2024
-    (issue 112275): at a lock that threads of torch take when they free tensors.
+    Returns when the child runs. One that hangs in the fork, at a lock that another thread held, is
+    killed and forked anew, but for the last one. CPython 3.10 and 3.11 did so until September 2024
+    (issue 112275).
     """
     for _ in range(_FORKS - 1):
         child = _fork(job, keep, count)
@@ -197,7 +200,7 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], count: SharedCount | None
     try:
         # Collecting the parent's CUDA tensors in a child crashes it.
         with collection_paused(), _named("fork"):
-            pid = _forked(run) if main_thread else _Parent(run).forked()
+            pid = _forked(run) if main_thread else _forked_beside(run)
     except OSError:
         os.close(read_end)
         os.close(write_end)
@@ -219,60 +222,51 @@ def above_streams(fds: Sequence[int]) -> list[int]:
     return moved
 
 
-class _Parent:
-    """A thread that forks a child, and lives as long.
+def _forked_beside(run: Callable[[], None]) -> int:
+    """Fork on a thread that lives as long as the child. Raises ``OSError``.
 
     The kernel kills a child when the *thread* that forked it ends, also while the child is stopped.
     """
+    told: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+    work = [run], told  # a list, to be emptied: the thread must not keep the trainer's data
+    try:
+        threading.Thread(target=_be_parent, args=work, daemon=True, name="ckptfsm-child").start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
+    found = told.get()
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = [run]  # with the trainer's data: not longer than the fork
-        self._over = threading.Event()
-        self._pid = 0
-        self._error: BaseException | None = None
 
-    def forked(self) -> int:
-        """The pid of the child. Raises ``OSError``."""
-        try:
-            threading.Thread(target=self._live, daemon=True, name="ckptfsm-child").start()
-        except RuntimeError as error:
-            raise OSError(errno.EAGAIN, str(error)) from error
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-        return self._pid
-
-    def _live(self) -> None:
-        try:
-            self._pid = _forked(self._run.pop())
-        except BaseException as error:  # raised by ``forked``
-            self._error = error
-            return
-        finally:
-            self._over.set()
-        with contextlib.suppress(ChildProcessError):  # it was reaped
-            os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+def _be_parent(
+    work: list[Callable[[], None]], told: queue.SimpleQueue[int | BaseException]
+) -> None:
+    try:
+        pid = _forked(work.pop())
+    except BaseException as error:  # raised on the thread that waits
+        told.put(error)
+        return
+    told.put(pid)
+    with contextlib.suppress(ChildProcessError):  # it was reaped
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def _forked(run: Callable[[], None]) -> int:
     """Fork a child that runs ``run``, which never returns there."""
-    pid = _fork_once_allowed()
+    pauses = iter(_REFUSED_S)
+    while True:
+        try:
+            pid = os.fork()
+            break
+        except RuntimeError:  # of an audit hook: filelock's, while another thread opens a lock
+            pause = next(pauses, None)
+            if pause is None:
+                raise
+            time.sleep(pause)
     if pid == 0:
         run()
     return pid
-
-
-def _fork_once_allowed() -> int:
-    """``os.fork``, retried while an audit hook refuses it.
-
-    The hook of filelock 4.2.12 does so while another thread opens or closes the file of a lock.
-    """
-    for pause in _REFUSED_S:
-        try:
-            return os.fork()
-        except RuntimeError:
-            time.sleep(pause)
-    return os.fork()
 
 
 @contextlib.contextmanager
@@ -348,9 +342,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def stand(pid: int) -> str:
-    """Pid, state and kernel function as ``ps -o pid,state,wchan``, e.g. "4242 D
-    jbd2_log_wait_commit".
-    """
+    """Pid, state and kernel function of a process, such as "4242 D jbd2_log_wait_commit"."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
@@ -374,13 +366,10 @@ def _reset_signals() -> None:
 
 
 def _let_go_of_all_but(keep: set[int]) -> None:
-    """Point every other descriptor at /dev/null.
+    """Point every other descriptor at /dev/null: a restarted job needs the ports, for one.
 
     Closing them would free their numbers. A shard would get such a number, and a log handler of the
-    trainer that still knows the number would write into the shard. Descriptors above a lowered
-    limit of open files cannot be redirected: they are closed, and no other file gets their number.
-
-    The null device needs only one free number: the number of the closed listing is free again.
+    trainer that still knows the number would write into the shard.
     """
     numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -392,7 +381,7 @@ def _let_go_of_all_but(keep: set[int]) -> None:
 def _point(fd: int, null: int) -> None:
     try:
         os.dup2(null, fd, inheritable=False)
-    except OSError as error:
+    except OSError as error:  # above a lowered limit of open files: no file gets its number
         if error.errno != errno.EBADF:
             raise
         os.close(fd)

@@ -1,10 +1,10 @@
 """Processes that live and end with the one that started them. No torch.
 
-The kernel ends such a process with its starter, also while the process is stopped. A process that asks
-for that by itself may be stopped before it asks, so its starter has to ask between fork and exec.
-``subprocess`` can do so only by a copy of the whole trainer, with all its locks. Here the child shares
-the trainer's memory, as after ``vfork``, and makes some calls of libc, one after the other. No code of
-Python runs in the child, and no page is copied.
+The kernel ends such a process with its starter, also a stopped one. A process that asks for that by
+itself may be stopped before it asks, so its starter has to ask between fork and exec. ``subprocess`` can
+do so only by a copy of the whole trainer, with all its locks. Here the child shares the trainer's
+memory, as after ``vfork``, and makes some calls of libc. No code of Python runs in it, and no page is
+copied.
 
 The process leads a session. All that is left of that is killed when its end is noticed.
 """
@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 
-from ckptfsm.adapters.fork import children_of
+from ckptfsm.adapters.fork import children_of, kill_group, reaped
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -159,19 +159,11 @@ class TiedProcess:
         """Its exit code once it has ended, negative for a signal; None while it runs."""
         if self._exitcode is None and os.getpid() == self._owner:
             with self._reaping:
-                if self._exitcode is None:
-                    self._exitcode = self._reap()
+                status = reaped(self.pid) if self._exitcode is None else None
+                if status is not None:
+                    (code,) = status
+                    self._exitcode = _UNKNOWN if code is None else code
         return self._exitcode
-
-    def _reap(self) -> int | None:
-        try:
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return None
-            _kill_group(self.pid)  # before its number is free for another process
-            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # the trainer ignores SIGCHLD, or has reaped all
-            code = _UNKNOWN
-        return code
 
     def kill(self, timeout_s: float | None = _KILL_WAIT_S) -> bool:
         """Kill it and all it started. True once it is certainly gone; None waits for that."""
@@ -182,7 +174,7 @@ class TiedProcess:
                 if self._exitcode is None:
                     # its children first, which may have sessions of their own
                     for leader in (*children_of(self.pid), self.pid):
-                        _kill_group(leader)
+                        kill_group(leader)
             self.wait(timeout_s)
         return self.exitcode() is not None
 
@@ -207,11 +199,6 @@ def wait_for(fd: int, timeout_s: float | None, events: int = select.POLLIN) -> N
 def _close_own(fd: int, owner: int) -> None:
     if os.getpid() == owner:  # in a forked child the number may be another file's by now
         os.close(fd)
-
-
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _moved(fds: Sequence[int], above: int) -> list[int]:

@@ -68,9 +68,10 @@ MUTANTS = (
     ),
     mutant(
         "a-child-of-an-attempt-outlives-it",
-        "adapters.tied:TiedProcess._reap",
-        "_kill_group(self.pid)",
-        "pass",
+        "adapters.fork:reaped",
+        "if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:\n    return None\n"
+        "kill_group(pid)",
+        "if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:\n    return None",
         breaks="I7",
         source="order",
         why="an upload in the background reads a step without a lease",

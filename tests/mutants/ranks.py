@@ -86,7 +86,7 @@ WRITERS = (
     mutant(
         "a-writer-ends-with-a-thread-of-its-trainer",
         "adapters.fork:_fork",
-        "_forked(run) if main_thread else _Parent(run).forked()",
+        "_forked(run) if main_thread else _forked_beside(run)",
         "_forked(run)",
         breaks="F29",
         source="F29",
