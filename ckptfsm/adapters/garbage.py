@@ -15,10 +15,8 @@ def collection_paused() -> Iterator[None]:
 
     The collector would look at all objects of the trainer again and again, while the training
     thread waits. The block must not wait for a disk or another process: the pause is the trainer's, too.
-
-    The thresholds are changed, not the switch. A trainer that uses ``gc.disable`` or
-    ``gc.set_threshold`` meanwhile, on another thread, finds the collector as it left it.
     """
+    # The thresholds, not the switch: a trainer may use either meanwhile, on another thread.
     before = gc.get_threshold()
     if before[0] == _NEVER:
         yield

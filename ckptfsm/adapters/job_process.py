@@ -1,7 +1,6 @@
 """An attempt of a job: a process of a user's code, seen from the process that started it.
 
-``adapters.tied`` starts it. It is the first to go when memory runs out, and yields processor and disk to
-others. The variables that lead to the trainer's accelerators or process group are not handed on.
+It is the first to go when memory runs out, and yields processor and disk to others.
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class JobCall:
 def environment_of_job(
     environment: Mapping[str, str], root: str, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of a job: ``environment`` without the trainer's ranks and accelerators, then
-    ``more``.
-    """
+    """``environment`` without those of the trainer's ranks and accelerators, and with ``more``."""
     kept = {name: value for name, value in environment.items() if not _OF_THE_TRAINER.match(name)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "CKPTFSM_ROOT": root, **more}
 

@@ -1,7 +1,4 @@
-"""Log lines and warnings for people.
-
-Warnings are shown at the line that called the library, or at the program's end.
-"""
+"""Log lines and warnings for people."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from typing import Any, TypeVar
 from ckptfsm.core.errors import PollMissingWarning, one_line
 
 State = TypeVar("State")
-_INSIDE = (
-    "ckptfsm",
-    "contextlib",
-)  # a warning must not name a line in them
+_INSIDE = ("ckptfsm", "contextlib")  # a warning must not name a line in them
 
 
 def say(

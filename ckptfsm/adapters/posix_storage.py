@@ -1,14 +1,9 @@
 """The real disk: ``PosixStorage``, the ``Storage`` port on Linux system calls.
 
-- Every call is relative to a descriptor of the root. No symbolic link is followed on the way, not
-  even one that was swapped in a moment ago, so nothing outside the root can be touched.
-- Nothing is changed through a directory on another device than the root (a mount point inside it):
-  ``EXDEV``. A bind mount of the same device cannot be told apart this way.
-- Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
-- Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that
-  no caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
-- POSIX record locks belong to the process: closing *any* descriptor of the locked file drops the
-  lock. So the inodes of locked files are remembered and never opened again while held.
+Every call is relative to a descriptor of the root, and follows no symbolic link, not even one that was
+swapped in a moment ago: nothing outside the root can be touched. Nothing is changed on another device
+than the root's: ``EXDEV``. Only regular files are opened, so that a FIFO or a device hangs nothing.
+Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import os
 import pwd
 import re
 import stat as modes
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,25 +62,19 @@ _KINDS: Mapping[int, FileKind] = MappingProxyType(
 )
 
 
-class _OpenHow(ctypes.Structure):
-    """``struct open_how`` of openat2(2)."""
-
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
-
-
-# RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS and RESOLVE_BENEATH
-_BENEATH = _OpenHow(_DIRECTORY, 0, 0x01 | 0x02 | 0x04 | 0x08)
+# ``struct open_how`` of openat2(2): flags, mode and resolve, which is RESOLVE_NO_XDEV,
+# RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS and RESOLVE_BENEATH.
+_BENEATH = struct.pack("QQQ", _DIRECTORY, 0, 0x01 | 0x02 | 0x04 | 0x08)
 
 T = TypeVar("T")
 _Inode = tuple[int, int]  # st_dev, st_ino
 
 
 class _ProcessLocks:
-    """The inodes this process holds a record lock on. Process-wide, because the locks are."""
+    """The inodes this process holds a record lock on. Process-wide, because the locks are.
+
+    They are not opened again: closing *any* descriptor of a locked file drops the lock.
+    """
 
     def __init__(self) -> None:
         self.mutex = threading.Lock()
@@ -104,8 +94,7 @@ os.register_at_fork(after_in_child=_locks.forget)
 def split_path(path: str) -> tuple[str, ...]:
     """The components of a path relative to the root; none for the root itself.
 
-    Raises ``ConfigError`` (a ``ValueError``) for an absolute path, an empty, ``.`` or ``..``
-    component, or a NUL.
+    Raises ``ConfigError`` for an absolute path, an empty, ``.`` or ``..`` component, or a NUL.
     """
     if path == "":
         return ()
@@ -166,9 +155,7 @@ class PosixStorage:
         return self._root_fd
 
     def descriptors(self) -> tuple[int, ...]:
-        """The root's descriptor only: a forked writer opens its files anew and does not have the
-        locks.
-        """
+        """The root's alone: a forked writer opens its files anew and does not have the locks."""
         return () if self._root_fd < 0 else (self._root_fd,)
 
     def absolute(self, path: str) -> str:
@@ -424,8 +411,7 @@ class PosixStorage:
     def reach(self, pieces: tuple[str, ...], changes: bool) -> int:
         """Open the directory ``pieces``: in one call where the kernel can, else piece by piece.
 
-        The walk alone decides about errors, so that they are the same everywhere. The root itself
-        is given as it is: nobody closes it.
+        The walk alone decides about errors. The root itself is given as it is: nobody closes it.
         """
         root = self._root_fd
         if root < 0:  # os.listdir(-1) would list the working directory
@@ -509,7 +495,7 @@ def _open_beneath(root: int, pieces: tuple[str, ...]) -> int | None:
     The kernel refuses links and mount points on the way.
     """
     path = os.fsencode("/".join(pieces))
-    fd: int = _LIBC.syscall(_OPENAT2, root, path, ctypes.byref(_BENEATH), ctypes.sizeof(_BENEATH))
+    fd: int = _LIBC.syscall(_OPENAT2, root, path, _BENEATH, len(_BENEATH))
     return fd if fd >= 0 else None
 
 
@@ -525,11 +511,7 @@ def _open_directory(parent: int, name: str) -> int:
 
 
 def _let_group_write(parent: int, name: str) -> None:
-    """Let the group write into a new directory if it may write into ``parent``.
-
-    A directory of the library is for the owner of the root and all who may send requests: the umask of
-    the first one must not keep the others out.
-    """
+    """Let the group write into a new directory if it may write into ``parent``: for requests."""
     if not os.fstat(parent).st_mode & modes.S_IWGRP:
         return
     fd = _open_directory(parent, name)
@@ -686,10 +668,9 @@ def _require_local_path(root: str) -> None:
 
 
 def refuse_checkpoint(root: str) -> None:
-    """Refuse a root that is the directory of a checkpoint, or lies in one or in a private directory.
+    """Refuse a root in a checkpoint or a private directory: it would go with the checkpoint.
 
-    A root there would begin at zero, and go when retention deletes the checkpoint. Raises
-    ``ConfigError``.
+    Raises ``ConfigError``.
     """
     _require_local_path(root)
     place = os.path.realpath(_absolute(root))

@@ -1,8 +1,7 @@
 """A line on a terminal that is drawn again and again, with rich.
 
-The cursor rests at the begin of the line, so that output of the trainer goes over it instead of behind
-it. Nothing of the terminal is changed, and no stream is replaced: a process that is killed leaves no
-hidden cursor behind.
+The cursor rests at the begin of the line: output of the trainer goes over it. Nothing of the terminal is
+changed, so that a process that is killed leaves no hidden cursor behind.
 """
 
 from __future__ import annotations

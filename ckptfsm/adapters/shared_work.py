@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 class SharedWork(Generic[T]):
-    """``work`` for each of ``pieces``, by this thread and by others that help.
-
-    Rules: no thread is awaited that does not work. On a host without memory, a thread may end before
-    its first line, and ``threading.Thread.start`` waits for it for ever. All that is done is noted.
-    """
+    """``work`` for each of ``pieces``, by this thread and by others that help."""
 
     def __init__(self, work: Callable[[T], object], pieces: Sequence[T]) -> None:
         self._work = work
@@ -31,6 +27,7 @@ class SharedWork(Generic[T]):
         try:
             with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter ends
                 for turn in turns:
+                    # Without memory a thread ends before its first line: ``Thread.start`` would wait.
                     start_new_thread(self._help, (turn,))
             self._take_pieces()
         finally:

@@ -1,9 +1,8 @@
 """A process of this library that runs beside its trainer: started, talked to, watched. No torch.
 
 Both ends hold a stream socket with framed, pickled messages, on which descriptors travel too. The
-process inherits its end and nothing else, and ends with its trainer (``adapters.tied``). The trainer
-learns of the end of the process from the kernel, and never concludes it from silence. The end of the
-stream alone proves no death: a data loader that the trainer forked keeps the trainer's end open.
+process inherits nothing else. The trainer learns of its end from the kernel, and never from silence or
+from the end of the stream.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ class Channel:
         return self._end.fileno()
 
     def post(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Begin to send a message, and duplicates of ``fds``. Waits for nothing.
+        """Begin to send a message, and duplicates of ``fds``. Waits for nothing: ``receive`` goes on.
 
-        ``receive`` sends the rest. Raises ``OSError`` if the other end is closed, or has no room for
-        descriptors.
+        Raises ``OSError`` if the other end is closed, or has no room for descriptors.
         """
         body = pickle.dumps(message)
         frames = [memoryview(_LENGTH.pack(len(body))), memoryview(body)]  # not joined: a copy
@@ -173,8 +171,7 @@ def _rest(frames: Sequence[memoryview], sent: int) -> list[memoryview]:
 class Spawned:
     """A process that runs ``module.function``, seen from its trainer.
 
-    ``last_act``: the process makes a ``TrainersEnd`` with a last act. Raises ``OSError`` if it cannot be
-    started.
+    ``last_act``: it makes a ``TrainersEnd`` with one. Raises ``OSError`` if it cannot be started.
     """
 
     def __init__(self, module: str, function: str, *, last_act: bool = False) -> None:
@@ -221,10 +218,7 @@ class Spawned:
         return self._channel.sent_at
 
     def listen(self, timeout_s: float = 0.0) -> list[Any]:
-        """Its messages since the last call; waits for one at most ``timeout_s``.
-
-        Returns earlier, with none, when a message of ours went on.
-        """
+        """Its messages since the last call; waits for one, or until one of ours went on."""
         if os.getpid() != self._owner:
             return []
         if self._open:
@@ -281,10 +275,10 @@ def import_path() -> list[str]:
     """The directories from which the trainer imports, for an interpreter without ``site``.
 
     The order is the trainer's: a module in site-packages must not stand before Python's of that name.
-    This package's directory comes first only where the trainer found it through another entry.
     """
     package = Path(__file__).resolve().parents[2]
     entries = [str(e) for e in sys.path if Path(e).is_absolute()]  # a directory may be gone
+    # If not, the trainer found this package through another entry.
     known = any(Path(entry).resolve() == package for entry in entries)
     return list(dict.fromkeys([*([] if known else [str(package)]), *entries]))
 
@@ -331,10 +325,8 @@ def _end_with(pidfd: int, last_act: Callable[[], object] | None) -> None:
 def be_considerate(nice: int) -> str:
     """Leave processor and disk to others: ``nice``, and the last priority of the best-effort class.
 
-    Returns "", or the reason in words why the kernel refuses ``nice``.
-
-    Holds for the calling thread, and for the threads that it starts from now on. A kernel that shares
-    the processor among sessions gets ``nice`` for the whole session: there, it weighs only within one.
+    Holds for the calling thread, and for the threads that it starts from now on. Returns "", or the
+    reason in words why the kernel refuses ``nice``.
     """
     refused = ""
     if nice:
@@ -342,6 +334,7 @@ def be_considerate(nice: int) -> str:
             os.nice(nice)
         except OSError as error:  # a seccomp profile: it is a help, and no need
             refused = describe(error)
+        # A kernel may share the processor among sessions: ``nice`` then weighs only within one.
         if os.getsid(0) == os.getpid():  # all others in the session are its children
             with contextlib.suppress(OSError):  # no such kernel, or the weight was changed just now
                 _AUTOGROUP.write_text(str(nice))
