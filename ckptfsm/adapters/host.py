@@ -7,11 +7,12 @@ read does not count: a save must not fail because of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+_FREE_SHARE = 0.5  # of the free memory, for the copies of all ranks of the host
 _MEMORY_FILES = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -28,6 +29,11 @@ def available_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     Page cache counts as free, where the kernel tells of it.
     """
     return max(0, min([_left_on_host(proc), *_left_in_cgroups(cgroups, proc)]))
+
+
+def affordable_bytes(free_bytes: Callable[[], int] = available_bytes) -> int:
+    """The memory that this process may keep for copies of its state, beside its host's other ranks."""
+    return int(free_bytes() * _FREE_SHARE / ranks_of_this_host())
 
 
 def processors(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
@@ -103,8 +109,7 @@ def _lines(file: Path) -> list[str]:
 def _cgroups_of(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
     """The cgroups of this process, and those above them, with or without files of the controller.
 
-    A container sees its cgroup as the topmost, whatever path the kernel tells. Some hosts mount
-    ``cpuacct,cpu`` under another name; a link with the name of the controller leads there.
+    Some hosts mount ``cpuacct,cpu`` under another name; a link with the controller's name leads there.
     """
     for line in _lines(proc / "self/cgroup"):
         number, controllers, path, *_ = (*line.split(":", 2), "", "")
@@ -115,5 +120,7 @@ def _cgroups_of(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
         else:
             continue
         for top in tops:
-            place = top / path.strip("/")
+            place = top / path.strip(
+                "/"
+            )  # a container sees its cgroup as the topmost, all the same
             yield from (each for each in (place, *place.parents) if each.is_relative_to(top))

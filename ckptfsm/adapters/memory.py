@@ -1,6 +1,4 @@
-"""Memory by address: of another process of this user, and of this one. Pages that no forked child
-gets. No torch.
-"""
+"""Memory by address, of another process of this user or of this one. No torch."""
 
 from __future__ import annotations
 
@@ -35,10 +33,10 @@ _READV.argtypes = (
 
 
 class MemoryReader(Protocol):
-    """Reads memory by address, without changing it. Raises ``OSError`` if an address is not readable."""
+    """Reads memory by address, without changing it."""
 
     def read(self, address: int, into: memoryview) -> None:
-        """Fill ``into`` whole from ``address``."""
+        """Fill ``into`` whole from ``address``. Raises ``OSError`` if that is not readable."""
         ...
 
 
@@ -49,7 +47,6 @@ class MemoryOf:
         self._pid = pid
 
     def read(self, address: int, into: memoryview) -> None:
-        """Fill ``into`` from ``address``. Raises ``OSError``: EFAULT, EPERM, ESRCH."""
         target = ctypes.addressof(ctypes.c_char.from_buffer(into))
         done, size = 0, len(into)
         while done < size:
@@ -66,7 +63,6 @@ class OwnMemory:
     """The memory of this process. An address that is not mapped kills the process."""
 
     def read(self, address: int, into: memoryview) -> None:
-        """Fill ``into`` from ``address``."""
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address, len(into))
 
 
@@ -81,11 +77,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def take_pages(size: int) -> ctypes.Array[ctypes.c_char]:
-    """Fresh memory that no forked child gets. Raises ``OSError``.
-
-    The memory is unmapped with the last reference to the array. In a child nothing lies there, or
-    something else: so nothing is unmapped there.
-    """
+    """Fresh memory that no forked child gets, until the last reference goes. Raises ``OSError``."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     found = _MMAP(None, size, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if found == _MAP_FAILED:
@@ -97,7 +89,7 @@ def take_pages(size: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def take_now(address: int, size: int) -> None:
-    """Take the pages of a shared mapping now. Raises ``OSError``, where a write would end the process.
+    """Take the pages of a mapping now. Raises ``OSError``, where a write would end the process.
 
     Linux before 5.14 takes them when they are written, and so does a kernel that refuses the call.
     """
@@ -129,7 +121,7 @@ def _advise(pages: ctypes.Array[ctypes.c_char], advice: int) -> None:
 
 
 def _unmap(address: int, size: int, owner: int) -> None:
-    if os.getpid() == owner:
+    if os.getpid() == owner:  # in a child something else may lie there
         _MUNMAP(address, size)
 
 

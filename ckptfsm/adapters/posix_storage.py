@@ -1,7 +1,7 @@
 """The real disk: ``PosixStorage``, the ``Storage`` port on Linux system calls.
 
 Every call is relative to a descriptor of the root, and follows no symbolic link, not even one that was
-swapped in a moment ago: nothing outside the root can be touched. Nothing is changed on another device
+swapped in a moment ago. So nothing outside the root can be touched. Nothing is changed on another device
 than the root's: ``EXDEV``. Only regular files are opened, so that a FIFO or a device hangs nothing.
 Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root.
 """

@@ -1,7 +1,6 @@
 """Memory of this process that another one reads through a descriptor: memfd segments. No torch.
 
-``process_vm_readv`` needs a permission that some containers refuse. A descriptor that was sent over a
-socket needs none. A fork does not freeze a segment: a forked child sees later changes.
+It needs no permission, which some containers refuse. A forked child sees later changes.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _LIVING: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary
 
 
 class SharedSegment:
-    """``size`` bytes of new memory, from ``address`` on. Close it to give the memory back.
-
-    It keeps its size for ever, so that no read of its mapping can fail. The memory is given back once
-    it is closed and the last view is gone.
+    """``size`` bytes of new memory, from ``address`` on, until it is closed and the last view is gone.
 
     Raises ``OSError`` if the kernel has no memfd, or refuses the size.
     """
@@ -37,7 +33,7 @@ class SharedSegment:
         self._close = weakref.finalize(self, os.close, fd)
         self._fd, self.size = fd, size
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # of that size for ever: no read of it can fail
         self._mapping: mmap.mmap | None = mmap.mmap(fd, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         _LIVING[self._mapping] = range(self.address, self.address + size)
@@ -115,23 +111,14 @@ class SpanReader:
             self._take(number, offset + address - start, into)
 
 
-class Descriptors:
-    """Segments of another process, by the descriptors that it sent."""
+def read_segment(fds: Sequence[int], number: int, offset: int, into: memoryview) -> None:
+    """Fill ``into`` from another process's segment, one of the descriptors that it sent.
 
-    def __init__(self, fds: Sequence[int]) -> None:
-        self._fds = tuple(fds)
-
-    def take(self, number: int, offset: int, into: memoryview) -> None:
-        """Fill ``into``. Raises ``OSError``: EFAULT if the segment ends before that."""
-        done = 0
-        while done < len(into):
-            taken = os.preadv(self._fds[number], [into[done:]], offset + done)
-            if taken == 0:
-                raise OSError(errno.EFAULT, f"segment {number} ends before {offset + len(into)}")
-            done += taken
-
-    def close(self) -> None:
-        """Close all of them."""
-        fds, self._fds = self._fds, ()
-        for fd in fds:
-            os.close(fd)
+    Raises ``OSError``: EFAULT if the segment ends before that.
+    """
+    done = 0
+    while done < len(into):
+        taken = os.preadv(fds[number], [into[done:]], offset + done)
+        if taken == 0:
+            raise OSError(errno.EFAULT, f"segment {number} ends before {offset + len(into)}")
+        done += taken

@@ -1,7 +1,6 @@
 """A count of bytes that a writer adds to and its trainer reads, in memory that both have.
 
-Reading it takes no message and no system call. No lock is held across processes: a writer that is
-killed while it counts makes nobody wait.
+No lock is held across processes: a writer that is killed while it counts makes nobody wait.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import threading
 from typing import Any, Protocol, cast
 
-from ckptfsm.adapters.segments import SharedSegment
 from ckptfsm.core.ports import Storage
 
 COUNT_BYTES = 8
@@ -26,31 +24,22 @@ class Count(Protocol):
 class SharedCount:
     """A count in ``memory``, of ``COUNT_BYTES`` bytes, 0 at first. One process adds, on any thread."""
 
-    def __init__(self, memory: memoryview, mapping: mmap.mmap | None = None) -> None:
-        """``mapping`` is closed with this count."""
-        self._memory, self._mapping = memory, mapping
-        self._cell = memory.cast("Q")
+    def __init__(self, memory: memoryview | mmap.mmap) -> None:
+        self._cell = memoryview(memory).cast("Q")
         self._lock = threading.Lock()
 
     @classmethod
     def for_children(cls) -> SharedCount:
         """A new count, shared with the children that are forked from now on."""
-        mapping = mmap.mmap(-1, COUNT_BYTES)
-        return cls(memoryview(mapping), mapping)
-
-    @classmethod
-    def of_segment(cls, segment: SharedSegment) -> SharedCount:
-        """The count in a segment, which may be closed: the memory stays."""
-        return cls(segment.view(0, COUNT_BYTES))
+        return cls(mmap.mmap(-1, COUNT_BYTES))
 
     @classmethod
     def of_descriptor(cls, fd: int) -> SharedCount:
         """The count in another process's segment, by its descriptor, which is closed."""
         try:
-            mapping = mmap.mmap(fd, COUNT_BYTES)
+            return cls(mmap.mmap(fd, COUNT_BYTES))
         finally:
             os.close(fd)
-        return cls(memoryview(mapping), mapping)
 
     @property
     def value(self) -> int:
@@ -62,11 +51,8 @@ class SharedCount:
         self._cell[0] = 0
 
     def close(self) -> None:
-        """Let go of the memory and of its descriptor. Nothing may be added or read afterwards."""
+        """Let go of the memory. Nothing may be added or read afterwards."""
         self._cell.release()
-        self._memory.release()
-        if self._mapping is not None:
-            self._mapping.close()
 
     def add(self, count: int) -> None:
         with self._lock:

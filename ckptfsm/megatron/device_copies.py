@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
+from ckptfsm.adapters.host import affordable_bytes, available_bytes
 from ckptfsm.adapters.memory import give_to_children, take_pages
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import SaveFailed, describe
@@ -27,7 +27,6 @@ log = logging.getLogger("ckptfsm")
 
 _ALIGNMENT = 512  # of a tensor in the arena
 _GRAIN = 2 << 20  # the size of an arena is a multiple of this
-_FREE_SHARE = 0.5  # of the free memory, for the arenas of all ranks of the host: they stay
 _PORTABLE = 1  # ``cudaHostRegisterPortable``
 _LEFT: list[PinnedArena] = []  # an accelerator that hangs may still write into these
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -174,7 +173,7 @@ class DeviceCopies:
             return self._arena
         self.close()  # first: else both are there for a moment
         try:
-            limit = int(self._free_bytes() * _FREE_SHARE / ranks_of_this_host())
+            limit = affordable_bytes(self._free_bytes)
             if needed > limit:
                 raise OSError(
                     errno.ENOMEM, f"{needed} bytes, and at most {limit} may be taken for long"

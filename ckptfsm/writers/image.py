@@ -1,11 +1,7 @@
-"""The pass that writes an image (``core/images.py``).
+"""The pass that writes an image (``core/images.py``) in file order, chunk by chunk.
 
-The pass reads an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, a ``ChunkSource``
-fills a buffer: when it is asked to, or by threads that run ahead. The pass sums the chunk (CRC-32 of
-each blob, digest of the file), and writes it past the page cache.
-
-A file has its full size from the first moment, so its size proves nothing. The digest in the receipt
-is that of the bytes which were given to the disk.
+A ``ChunkSource`` fills a buffer. The pass sums it (CRC-32 of each blob, digest of the file), and writes
+it past the page cache.
 """
 
 from __future__ import annotations
@@ -173,7 +169,7 @@ def write_image(storage: Storage, location: str, image: Image, source: ChunkSour
     sums = Sums()
     handle = storage.open_exclusive(join(location, image.name), direct=True)
     try:
-        storage.allocate(handle, image.size)
+        storage.allocate(handle, image.size)  # from here on its size proves nothing
         with _Puts(storage, handle, streams=_STREAMS if source.concurrent else 0) as puts:
             for offset, length, slices in image.chunks():
                 chunk = source.take(image, slices)
@@ -191,8 +187,7 @@ class ImagePart(PartJob):
     """The share of a rank in a part, as images.
 
     ``made`` are directories below the step's that the images need besides the part's. ``owner`` keeps
-    the memory of the images alive. ``copying``: copies into some of that memory, which may be on their
-    way. Both stay in the trainer.
+    the memory of the images alive, and stays in the trainer as ``copying`` does.
     """
 
     name: str

@@ -118,12 +118,10 @@ def planned_bytes(parts: Iterable[PartJob]) -> int | None:
 def at_path(
     storage: Storage, location: str, specs: Iterable[PartSpec], visibility: Visibility
 ) -> Iterator[str]:
-    """The absolute path of an attempt, for parts that the trainer writes by path.
+    """The absolute path of an attempt, with the directories of parts that are written by path.
 
-    If there are such parts, waits until the directory is visible on this host, and makes theirs: another
-    rank may have made one, and this host shows it late. Raises
-    ``StorageError`` at the begin or the end of the block if the path leads elsewhere
-    (``Storage.absolute``). So files made by path were made in the right place.
+    Another rank may have made one, which this host shows late. Raises ``StorageError`` at the begin or
+    the end of the block if the path leads elsewhere: files made by path are in the right place.
     """
     by_path = [spec for spec in specs if spec.format.by_path]
     if by_path:
@@ -180,8 +178,8 @@ def stage_tree(spec: PartSpec, tree: FileTree, location: str, rank: int) -> Tree
 def _stage_share(spec: PartSpec, tree: FileTree, location: str, rank: int) -> TreePart:
     """Let this rank write its files of a tree where no other rank does, and move them to it.
 
-    So the rank's receipt lists the rank's files alone. A name that another rank moves there at the
-    same moment is found when the receipts are put together: two of them list it.
+    A name that another rank moves there at the same moment is found when the receipts are put
+    together: two of them list it.
     """
     apart = f"tree-{spec.name}-{rank}"
     made = make_inside(location, join(PRIVATE, apart))
@@ -293,8 +291,7 @@ class FilesDriver:
     def accept(self) -> None:
         """Nothing is planned."""
 
-    def refuse(self) -> None:
-        """Nothing is planned."""
+    refuse = accept
 
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]

@@ -25,16 +25,14 @@ class Buffers:
     """Chunk-sized pieces of one mapping, aligned for direct writes."""
 
     def __init__(self, mapping: memoryview) -> None:
-        self.count = len(mapping) // CHUNK_BYTES
-        self._views = [mapping[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(self.count)]
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(self.count):
-            self._free.put(index)
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for start in range(0, len(mapping), CHUNK_BYTES):
+            self._free.put(mapping[start : start + CHUNK_BYTES])
 
     def take(self) -> Chunk:
         """A free buffer; waits for one."""
-        index = self._free.get()
-        return Chunk(self._views[index], partial(self._free.put, index))
+        view = self._free.get()
+        return Chunk(view, partial(self._free.put, view))
 
 
 class Prefetch:
@@ -73,27 +71,20 @@ class Prefetch:
         self._thread = threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch")
 
     def start(self) -> None:
-        """Begin to read."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the trainer's memory is not read any more. Raises the error of a read."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
-        """The next chunk of ``image``; waits for it."""
         found = self._filled[image.name].get()
         if isinstance(found, BaseException):
             raise found
         return found
 
     def give_up(self, images: Sequence[Image], error: BaseException) -> None:
-        """Take back the buffers of images that are not written; raise ``error`` where they are awaited.
-
-        The other files of the part, and later parts, need the buffers.
-        """
         with self._lock:
             self._given_up |= {image.name for image in images}
             for image in images:
@@ -158,18 +149,13 @@ class Prefetch:
         chunk = self._buffers.take()
         fill(chunk.view, found[2], self._memory)
         if self._twice:
-            self._first += [
-                (piece.address + start, length, _digest(chunk.view, at, length))
-                for piece, at, start, length in found[2]
-                if isinstance(piece, Memory)
-            ]
+            for piece, at, start, length in found[2]:
+                if isinstance(piece, Memory):
+                    digest = xxhash.xxh3_64_intdigest(chunk.view[at : at + length])
+                    self._first.append((piece.address + start, length, digest))
         with self._lock:
             if image.name in self._given_up:
                 chunk.give_back()
             else:
                 self._filled[image.name].put(chunk)
         return True
-
-
-def _digest(view: memoryview, at: int, length: int) -> int:
-    return xxhash.xxh3_64_intdigest(view[at : at + length])

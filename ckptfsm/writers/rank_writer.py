@@ -1,10 +1,7 @@
 """The writer of one rank, which writes all parts of the rank, and a receipt for each.
 
-Order: shards -> fsync each (digest meanwhile) -> fsync of directories -> receipt. The receipt of a part
-lists every file that the rank wrote of it, and is durable before the writer reports.
-
-A writer makes directories only below the attempt's: a late one cannot recreate a directory that was
-moved away. Every shard is created exclusively, so that two writers can never share one.
+A receipt lists every file that the rank wrote of a part, and is durable before the writer reports. Every
+shard is created exclusively, so that two writers never share one.
 """
 
 from __future__ import annotations
@@ -79,10 +76,9 @@ def write_rank(
 ) -> list[tuple[str, int, Any]]:
     """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
 
-    ``source`` reads the images. ``await_word`` returns when the receipts may be written: they must not
-    vouch for a torn copy. A forked child has a copy that nothing tears, and gives none.
-    ``count`` is told the bytes of the shards while they are written. ``clock`` is the system's by
-    default.
+    ``source`` reads the images. ``await_word`` returns when the receipts may be written, which must not
+    vouch for a torn copy; nothing tears that of a forked child. ``count`` is told the bytes of the
+    shards while they are written.
     """
     if source is not None:
         for share in job.shares:
@@ -109,7 +105,7 @@ def write_rank(
 
 
 def _write_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
-    if part.directory:
+    if part.directory:  # below the attempt's, which nothing makes anew if it was moved away
         make_dirs(storage, part.directory, base=job.location)
     return part.write(storage, job.location)
 
@@ -172,11 +168,8 @@ class RankWriter:
     """A rank's writer as its trainer sees it: launched once, polled, killed at its deadline.
 
     Keep it before ``begin``, which may raise: until ``kill`` returns True, its process may write.
-
-    ``draft`` holds the data of the job, and tells whether they were changed; None if it has none. It
-    lets go of them once the writer holds its copy. ``has_copy``: the trainer may change its data.
-    ``ended_at`` is the time at which the writer's end was seen. ``durable_bytes`` is the size of its
-    shards, if all are durable then.
+    ``draft`` holds the data of the job, until the writer ``has_copy``; None if it has none. ``ended_at``
+    is when the writer's end was seen, ``durable_bytes`` the size of its shards if all are durable then.
     """
 
     def __init__(
@@ -218,10 +211,7 @@ class RankWriter:
         self.look_at_copy()
 
     def poll(self, now: float) -> list[Event]:
-        """Every report so far, again at every call: the caller remembers the ones it took.
-
-        The reports: the writer holds a copy, and its shards, or the reason why there are none.
-        """
+        """Every report so far, again at every call: the copy, then the shards or why there are none."""
         with self._lock:
             if self._end is None:
                 self.look_at_copy()
@@ -261,8 +251,7 @@ class RankWriter:
     ) -> None:
         """Return when the trainer may change its data, or the writer failed.
 
-        Waits for a copy of host memory. Copies of an accelerator need no wait: the later work of
-        the current stream runs behind them.
+        An accelerator's need no wait: the later work of the current stream runs behind their copies.
         """
         with self._lock:
             copying = self._copying
@@ -309,18 +298,13 @@ class RankWriter:
             return self.process.wait(max(0.0, deadline - clock.monotonic())) is not None
 
     def kill(self, timeout_s: float) -> bool:
-        """End the writer and everything it forked; True once it is certainly gone.
-
-        A killed writer reports nothing further.
-        """
+        """End the writer, which reports nothing further; True once it is certainly gone."""
         with self._lock:
             self._end = self._end or ()
             return self.process.kill(timeout_s)
 
     def require_mark(self) -> None:
-        """Raise ``StorageError`` if the directory now belongs to another attempt: finalizers write
-        there.
-        """
+        """Raise ``StorageError`` if the directory, where finalizers write, is another attempt's."""
         _require_mark(self._storage, self.of, self._location)
 
     def _judge(self, outcome: Outcome) -> tuple[Event, ...]:

@@ -31,19 +31,13 @@ def ranges_of(memory: Iterable[Memory], *, lent_only: bool = False) -> list[Rang
 
     ``lent_only``: without memory that the trainer cannot change.
     """
-    pieces = sorted(
-        Range(piece.address, piece.size) for piece in memory if piece.lent or not lent_only
-    )
     found: list[Range] = []
-    end = 0
-    for address, size in pieces:
-        if found and address < end:  # tensors that share memory
-            start = found.pop().address
-            end = max(end, address + size)
-            found.append(Range(start, end - start))
-        else:
-            found.append(Range(address, size))
-            end = address + size
+    for address, size in sorted((m.address, m.size) for m in memory if m.lent or not lent_only):
+        start, end = address, address + size
+        if found and start < found[-1].address + found[-1].size:  # tensors that share memory
+            start, before = found.pop()
+            end = max(end, start + before)
+        found.append(Range(start, end - start))
     return found
 
 

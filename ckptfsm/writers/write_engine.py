@@ -1,22 +1,9 @@
 """The engine: one persistent writer process per rank, seen from its trainer.
 
-A ``gated`` save costs the trainer a message: the process reads the trainer's memory
-(``process_vm_readv``), while the trainer goes on. For an ``eager`` save the trainer copies its state
-into an arena first. No page is write-protected, as a fork would do. The process is started once, in
-the background, and holds nothing of its trainer.
-
-- The trainer may change its state when the launch returns after an ``eager`` copy, and when
-  ``holds_copy`` says so after a ``gated`` one. Memory that it cannot change needs no gate.
-- The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
-  while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
-- A job whose process was killed begins again in another one, once, if its memory is as it was. That
-  is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
-  no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
-- A process serves if it answers: before a job that it can read our memory, then that the job begins.
-  One that does not is killed, and another one takes its place, once. A save waits ``SERVE_S`` for
-  both, and is forked then. A process that failed, was killed or missed its deadline is never used again.
-- While an accelerator still copies its state, the process has no order. There is no fork then: the state
-  is the trainer's again, and a fork would be made beside its threads.
+A ``gated`` save costs the trainer a message: the process reads the trainer's memory while the trainer
+goes on. For an ``eager`` save the trainer first copies its state into an arena. No page is
+write-protected, as a fork would do. The trainer may change its state once ``holds_copy`` says so. The
+process writes no receipt before ``confirm``, so that none vouches for a torn copy.
 """
 
 from __future__ import annotations
@@ -28,15 +15,15 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from ckptfsm.adapters.host import available_bytes, ranks_of_this_host
+from ckptfsm.adapters.host import affordable_bytes, available_bytes
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import SharedSegment
+from ckptfsm.adapters.segments import SharedSegment, Span
 from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
@@ -62,7 +49,6 @@ _PROBE_BYTES = 64
 _ARENA_BUFFER_BYTES = 20 << 20  # no trainer waits until an arena was read
 _KILL_WAIT_S = 5.0
 _MOST_LENT = 200
-_FREE_SHARE = 0.5  # of the free memory, for the eager copies of all ranks of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +56,13 @@ class WriteEngineSettings:
     """The settings of an engine. ``buffer_bytes``: memory of the writer for a ``gated`` copy.
 
     ``twice``: read gated copies a second time, and compare. ``free_bytes`` tells the free memory, which
-    limits a copy in the mode ``auto``. ``imports`` are modules that jobs need beside this package's.
+    limits a copy in the mode ``auto``. ``imports`` are modules that jobs need besides.
     """
 
     mode: Mode = "auto"
     buffer_bytes: int = 64 << 20
     free_bytes: Callable[[], int] = available_bytes
     imports: tuple[str, ...] = ()
-    threads: int = 2
     nice: int = 10
     twice: bool = False
 
@@ -104,6 +89,8 @@ class WriteEngine:
         self._running: weakref.WeakSet[WriteJob] = weakref.WeakSet()
         self._said: set[str] = set()
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
+        at = ctypes.addressof(self._probe)
+        self._question = ProbeMemory(at, self._probe.raw, settings.imports)
 
     def start(self) -> None:
         """Start the process, if none waits for a job; it gets ready in the background."""
@@ -117,15 +104,11 @@ class WriteEngine:
     def _spawned(self) -> Spawned:
         process = Spawned("ckptfsm.writers.write_process", "main")
         try:
-            self._ask(process)
+            process.send(self._question)
         except BaseException:
             process.kill()
             raise
         return process
-
-    def _ask(self, process: Spawned) -> None:
-        at = ctypes.addressof(self._probe)
-        process.send(ProbeMemory(at, self._probe.raw, self._settings.imports))
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -145,17 +128,16 @@ class WriteEngine:
         return len(self._lent) < _MOST_LENT
 
     def lend(self, segment: SharedSegment) -> None:
-        """Read the state that lies in this segment through its descriptor.
-
-        The segment belongs to the engine now, and is closed with it.
-        """
+        """Read the state in this segment through its descriptor, and close it with the engine."""
         self._lent.append(segment)
 
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Copies the state first, if the trainer may change it from then on."""
         ranges = ranges_of(job.memory)
         copying = job.copying
-        deadline = time.monotonic() + SERVE_S
+        deadline = (
+            time.monotonic() + SERVE_S
+        )  # for all processes that are tried; then the writer is forked
         # A subclass of the adapter has calls that would not be made in another process.
         portable = type(storage) is PosixStorage and job.portable
         if not portable or not self._greet(deadline):
@@ -171,8 +153,8 @@ class WriteEngine:
             reading.descriptors()  # a closed segment fails the save, and no process
             give = partial(_give, self._order(storage, job, reading), storage, reading)
             deadline = time.monotonic() + left
-            if copying is not None:
-                process = self._ready(deadline)
+            if copying is not None:  # it gets its order once the copies are made
+                process = self._take_process()
             else:
                 process, broken_off = self._ordered(give, storage, job, deadline)
         finally:
@@ -223,18 +205,26 @@ class WriteEngine:
                 for each in ranges
                 if each in changing or not any(s.holds(*each) for s in self._lent)
             ]
-        if copied:
-            reading = self._from_arena(copied, ranges, lent, buffers)
-            if reading is not None or self._refused:
-                return reading
+        arena, copies = self._copied(copied) if copied else (None, [])
+        if arena is None and self._refused and copied:
+            return None
         if early and not copied:
             said = (
                 "save waits until the writer has read the state: attach(optimizer), or expect_gate(), "
                 "promises that the state does not change before before_update() returns"
             )
             self._say_once("gate_not_promised", said)
-        segments = self._segments_of(ranges)
-        return MemoryRoute(buffers, lent=bool(lent), segments=segments, must_wait=bool(early))
+        taken = set() if arena is None else set(copied)
+        others = [each for each in ranges if each not in taken]
+        return MemoryRoute(
+            buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
+            lent=not taken.issuperset(lent),
+            segments=tuple(s for s in self._lent if any(s.holds(*each) for each in others)),
+            arena=arena,
+            whole=not others,
+            must_wait=bool(early) and arena is None,
+            copies=copies,
+        )
 
     def _new_count(self) -> SharedSegment | None:
         """A segment for the count of written bytes. A save goes on without one."""
@@ -245,34 +235,25 @@ class WriteEngine:
             self._say_once("no_progress", said, error=describe(error))
             return None
 
-    def _segments_of(self, ranges: Iterable[Range]) -> tuple[SharedSegment, ...]:
-        return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
-
-    def _from_arena(
-        self,
-        copied: Sequence[Range],
-        ranges: Sequence[Range],
-        lent: Sequence[Range],
-        buffers: int,
-    ) -> MemoryRoute | None:
-        """Copy some of the ranges. Those that are ``lent`` and not copied wait for the gate."""
-        size = arena_bytes(copied)
+    def _copied(self, ranges: Sequence[Range]) -> tuple[Arena | None, list[Span]]:
+        """Copy the ranges into an arena; None if there is no memory for one."""
+        size = arena_bytes(ranges)
         for killed in [each for each in self._running if each.killed]:
             killed.give_arena_back()
         arena = self._take_arena()  # not used again if an error comes now
         if arena is not None and arena.is_inherited:
             arena = None
-        if arena is None or arena.size < size:
-            if not self._affords(size - (arena.size if arena is not None else 0)):
-                if arena is not None:
-                    self.take_back_arena(arena)
-                return None
+        held = 0 if arena is None else arena.size
+        if held < size and not self._affords(size - held):
             if arena is not None:
-                arena.close()  # first: else both are there for a moment
+                self.take_back_arena(arena)
+            return None, []
+        if arena is not None and held < size:
+            arena.close()  # first: else both are there for a moment
             arena = None
         try:
             arena = arena or Arena(size)
-            spans = arena.take(copied)
+            spans = arena.take(ranges)
         except BaseException as error:
             if arena is not None:
                 arena.close()
@@ -280,33 +261,24 @@ class WriteEngine:
                 raise
             said = f"{self._without_copy}: there is no shared memory: {describe(error)}"
             self._say_once("no_shared_memory", said, error=describe(error))
-            return None
+            return None, []
         if self._refused:
             said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
             self._say_once("engine_refused", said, reason=self._refused)
-        others = sorted(set(ranges).difference(copied))
-        kept = set(others).intersection(lent)
-        return MemoryRoute(
-            buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
-            lent=bool(kept),
-            segments=self._segments_of(others),
-            arena=arena,
-            whole=not others,
-            copies=spans,
-        )
+        return arena, spans
 
     def _ordered(
         self, give: Callable[..., None], storage: Storage, job: RankJob, deadline: float
     ) -> tuple[Spawned | None, BaseException | None]:
-        """A process that has begun the job, perhaps the second one; None if only a fork is left.
+        """A process that has begun the job; None if neither this one nor another serves.
 
         With it, the interrupt that broke the launch off, if the process was not gone in time.
         """
         again = False
         for last in (False, True):
-            process = self._ready(deadline)
-            if process is None:
+            if last and not self._greet(deadline):
                 break
+            process = self._take_process()
             try:
                 order = partial(give, process, again=again)
                 problem = self._begun(process, order, _share(deadline, last=last))
@@ -334,14 +306,12 @@ class WriteEngine:
         return "" if isinstance(answer, OrderAccepted) else problem or f"it answered {answer}"
 
     def _order(self, storage: Storage, job: RankJob, reading: MemoryRoute) -> WriteOrder:
-        settings = self._settings
         return WriteOrder(
             storage.root,
             pickle.dumps(job),  # now: the order must not keep the trainer's objects
             reading.buffer_bytes,
-            settings.threads,
-            settings.nice,
-            twice=settings.twice and reading.lent,
+            self._settings.nice,
+            twice=self._settings.twice and reading.lent,
             segments=len(reading.sources),
             spans=reading.spans,
             counted=reading.count is not None,
@@ -352,7 +322,7 @@ class WriteEngine:
     ) -> Spawned | None:
         """Another process with the job of one that is dead; None if that has put a receipt.
 
-        Does not wait for the process. Raises ``OSError``.
+        Waits for nothing. Raises ``OSError``.
         """
         if any(lookup(storage, receipt) is not None for receipt in receipts):
             return None
@@ -364,11 +334,10 @@ class WriteEngine:
             raise
         return process
 
-    def _ready(self, deadline: float) -> Spawned | None:
-        """A process for the caller alone; None if there cannot be one."""
-        if not self._greet(deadline):
-            return None
+    def _take_process(self) -> Spawned:
+        """The process, for the caller alone: not used again if an error comes now."""
         process, self._process = self._process, None
+        assert process is not None
         return process
 
     def _greet(self, deadline: float) -> bool:
@@ -379,9 +348,8 @@ class WriteEngine:
             except OSError as error:
                 self._say_unserved(describe(error), last=True)
                 return False
-            process, self._process = self._process, None  # not used again if an error comes now
-            assert process is not None
-            last = last or not self._greeted  # it begins, which takes its time
+            process = self._take_process()
+            last = last or not self._greeted  # a new process takes its time
             problem = self._greeting(process, _share(deadline, last=last))
             if not problem:
                 self._process = process
@@ -399,7 +367,7 @@ class WriteEngine:
         """Wait for the process's hello. Returns the reason why there is none, or ""."""
         try:
             if self._greeted:  # by an earlier one; it may have been stopped since
-                self._ask(process)
+                process.send(self._question)
             answer, problem = self._answer(process, deadline)
         except OSError as error:
             return describe(error)
@@ -421,9 +389,8 @@ class WriteEngine:
                 return message, ""
             if exitcode is not None:
                 return None, Outcome(exitcode).explain()
-            if time.monotonic() > max(
-                deadline, process.sent_at + left
-            ):  # a large order takes longer
+            # a large order takes longer
+            if time.monotonic() > max(deadline, process.sent_at + left):
                 return None, f"it does not answer, at {process.whereabouts()}"
             interruption = self.hear()
             if interruption is not None:
@@ -441,7 +408,7 @@ class WriteEngine:
         """False if a copy would take too much of the free memory; not asked in the mode ``eager``."""
         if self._settings.mode == "eager" or more <= 0:
             return True
-        limit = int(self._settings.free_bytes() * _FREE_SHARE / ranks_of_this_host())
+        limit = affordable_bytes(self._settings.free_bytes)
         if more <= limit:
             return True
         said = f"{self._without_copy}: a copy takes {more} bytes, and at most {limit} may be taken"
@@ -509,12 +476,7 @@ def _share(deadline: float, *, last: bool) -> float:
 
 
 def _give(
-    order: WriteOrder,
-    storage: Storage,
-    reading: MemoryRoute,
-    process: Spawned,
-    *,
-    again: bool = False,
+    order: WriteOrder, storage: Storage, reading: MemoryRoute, process: Spawned, again: bool = False
 ) -> None:
     """Send a process its order, with the descriptors. Raises ``OSError``."""
     fds = [*storage.descriptors(), *reading.descriptors()]

@@ -1,4 +1,4 @@
-"""A job of the engine's process, seen from its trainer. ``write_engine`` has the rules."""
+"""A job of the engine's process, seen from its trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.segments import SharedSegment, Span
-from ckptfsm.adapters.shared_count import SharedCount
+from ckptfsm.adapters.shared_count import COUNT_BYTES, SharedCount
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import WriterDied, describe
 from ckptfsm.core.ports import ChildError, Outcome, RankJob
@@ -30,8 +30,8 @@ class MemoryRoute:
 
     ``lent``: the trainer can change some of the memory that the process reads. ``copies`` tell the
     places of memory in the ``arena``. ``whole``: all memory is there. ``must_wait``: the trainer knows
-    no gate, and the process reads its memory all the same. ``count`` is where the process counts the
-    bytes that it writes; None if the kernel gives no memory for that.
+    no gate, and the process reads its memory all the same. ``count`` has the bytes written so far; None
+    if the kernel gives no memory for that.
     """
 
     buffer_bytes: int
@@ -73,14 +73,12 @@ class MemoryRoute:
 
 
 class WriteJob:
-    """A job of the engine's process. See ``ports.WriterProcess``.
+    """``ports.WriterProcess``, by the engine's process.
 
-    ``take_back`` and ``take_back_arena`` get the process of a job that is done, and its copy.
-
-    ``later`` gives the process its order, once an accelerator's copies are made. Until then its end
-    changes nothing. ``again`` starts another process, once: for such copies, only while the first has
-    not begun. A process that does not begin in time is killed. ``killed``: the trainer ended it, though
-    it may not be gone yet.
+    ``take_back`` and ``take_back_arena`` get the process of a job that is done, and its copy. ``again``
+    starts another process, once. ``later`` gives the process its order, once an accelerator's copies
+    are made: no fork replaces it, as the state is the trainer's again by then. ``killed``: the trainer
+    ended the process, though it may not be gone yet.
     """
 
     def __init__(
@@ -99,7 +97,9 @@ class WriteJob:
         self._kept: RankJob | None = job  # with its memory, until it was read
         self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
         self._counting = reading.count  # open as long as another process may need it
-        self._count = None if reading.count is None else SharedCount.of_segment(reading.count)
+        self._count: SharedCount | None = None
+        if reading.count is not None:
+            self._count = SharedCount(reading.count.view(0, COUNT_BYTES))
         self.must_wait = reading.must_wait
         self._later = later
         self._ordered = later is None
@@ -126,7 +126,6 @@ class WriteJob:
             self._listen(min(left, LISTEN_S))
 
     def confirm(self) -> None:
-        """Let the process write its receipts; without this message it waits for ever."""
         if self._outcome is None:
             self._confirmed = True
             with contextlib.suppress(ConnectionError):  # it has ended: ``poll`` tells
@@ -154,7 +153,7 @@ class WriteJob:
         return True
 
     def give_arena_back(self) -> None:
-        """After ``kill``: give the copy back. A process that is not gone yet makes nothing of it."""
+        """After ``kill``: give the copy back. A process that still reads it writes no receipt."""
         self._listen(0.0)
         arena, self._arena = self._arena, None
         if arena is not None:

@@ -7,6 +7,7 @@ trainer's side. A job that fails ends the process, so that no thread and no file
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -17,9 +18,9 @@ from functools import partial
 from importlib import import_module
 
 from ckptfsm.adapters.fork import told_of
-from ckptfsm.adapters.memory import MADV_POPULATE_WRITE, NO_SUCH_CALL, MemoryOf
+from ckptfsm.adapters.memory import MemoryOf, take_now
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
+from ckptfsm.adapters.segments import Span, SpanReader, read_segment
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe
@@ -30,12 +31,14 @@ from ckptfsm.disk.trash import remove_staged
 from ckptfsm.writers.prefetch import Buffers, Prefetch
 from ckptfsm.writers.rank_writer import write_rank
 
+_THREADS = 2  # that read the trainer's memory
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeMemory:
     """Asks whether the process serves, first of all and before a job: ``content`` lies at ``address``.
 
-    ``imports`` are modules that jobs need beside this package's.
+    ``imports`` are modules that jobs need besides.
     """
 
     address: int
@@ -54,20 +57,15 @@ class Hello:
 class WriteOrder:
     """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
-    If the written bytes are ``counted``, the descriptor of their count comes last.
-
-    ``job`` is a pickled ``RankJob``, read once the order was accepted: a share of a group may import
-    torch then, which takes seconds.
-    ``spans`` is the trainer's memory that is read through the segments, by the number of each.
+    If the written bytes are ``counted``, the descriptor of their count comes last. ``job`` is a pickled
+    ``RankJob``. ``spans`` is the trainer's memory that is read through the segments, by the number of
+    each. ``twice``: read all of it a second time before the trainer may change it.
     ``again``: a process that had this order is dead, and may have left files.
-    ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's.
-    ``twice``: read everything again before the trainer may change it.
     """
 
     root: str
     job: bytes
     buffer_bytes: int
-    threads: int
     nice: int
     twice: bool
     segments: int
@@ -131,6 +129,7 @@ class Server:
                         target=_import_all, args=(message.imports,), daemon=True
                     ).start()
                 elif isinstance(message, WriteOrder):
+                    # Before the job is unpickled: a share of a group imports torch, for seconds.
                     channel.send(OrderAccepted())
                     self._begin(message, channel.take_fds())
                 elif isinstance(message, Confirm):
@@ -153,21 +152,41 @@ class Server:
                 os.close(fd)
             else:
                 self._storages[order.root] = PosixStorage.of_descriptor(order.root, fd)
-        segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, order, segments, confirmed, count)
+        work = partial(self._run, order, fds[roots:], confirmed, count)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _run(
         self,
         order: WriteOrder,
-        segments: Descriptors,
+        segments: list[int],
         confirmed: threading.Event,
         count: SharedCount | None,
     ) -> None:
         try:
-            payload = self._write(order, segments, confirmed, count)
-            segments.close()
+            job: RankJob = pickle.loads(order.job)
+            order.job = b""  # a part of bytes may be large
+            source = Prefetch(
+                [share.images for share in job.shares if share.images],
+                SpanReader(
+                    order.spans, partial(read_segment, segments), MemoryOf(self._trainer.pid)
+                ),
+                Buffers(self._memory(order.buffer_bytes)),
+                partial(self._trainer.channel.send, Taken()),
+                threads=_THREADS,
+                twice=order.twice,
+            )
+            self._inconsiderate = be_considerate(order.nice)
+            source.start()
+            storage = self._storages[order.root]
+            if order.again:
+                remove_files(storage, job)
+                if count is not None:
+                    count.reset()
+            await_word = partial(_await_word, source, confirmed)
+            payload = write_rank(storage, job, source, await_word=await_word, count=count)
+            for fd in segments:
+                os.close(fd)
             if count is not None:
                 count.close()
         except BaseException as error:  # the trainer must hear of every error
@@ -175,40 +194,16 @@ class Server:
             os._exit(1)
         self._trainer.channel.send(Done(payload, self._inconsiderate))
 
-    def _write(
-        self,
-        order: WriteOrder,
-        segments: Descriptors,
-        confirmed: threading.Event,
-        count: SharedCount | None,
-    ) -> list[tuple[str, int, object]]:
-        job: RankJob = pickle.loads(order.job)
-        order.job = b""  # a part of bytes may be large
-        source = Prefetch(
-            [share.images for share in job.shares if share.images],
-            SpanReader(order.spans, segments.take, MemoryOf(self._trainer.pid)),
-            Buffers(self._memory(order.buffer_bytes)),
-            partial(self._trainer.channel.send, Taken()),
-            threads=order.threads,
-            twice=order.twice,
-        )
-        self._inconsiderate = be_considerate(order.nice)
-        source.start()
-        await_word = partial(_await_word, source, confirmed)
-        storage = self._storages[order.root]
-        if order.again:
-            remove_files(storage, job)
-            if count is not None:
-                count.reset()
-        return write_rank(storage, job, source, await_word=await_word, count=count)
-
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""
         size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
         if self._mapping is None or len(self._mapping) < size:
             self._mapping = None  # first: else both are there for a moment
             self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            populate(self._mapping)
+            with contextlib.suppress(OSError):  # such as a container that forbids to ask for them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            # A page that is first touched by a copy slows it threefold.
+            take_now(ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)), size)
         return memoryview(self._mapping)[:size]
 
 
@@ -232,22 +227,6 @@ def _await_word(source: Prefetch, confirmed: threading.Event) -> None:
     """
     source.join()
     confirmed.wait()
-
-
-def populate(mapping: mmap.mmap) -> None:
-    """Take the pages of a mapping now: a page that is first touched by a copy slows it threefold.
-
-    Large pages, where the kernel has them, save an eighth of the processor time of a gated save.
-    """
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    try:
-        mapping.madvise(MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno not in NO_SUCH_CALL:  # Linux before 5.14, or a seccomp profile
-            raise
-        for start in range(0, len(mapping), mmap.PAGESIZE):
-            mapping[start] = 0
 
 
 def main() -> None:

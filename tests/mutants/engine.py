@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     mutant(
         "a-killed-writer-keeps-its-copy",
-        "writers.write_engine:WriteEngine._from_arena",
+        "writers.write_engine:WriteEngine._copied",
         "killed.give_arena_back()",
         "pass",
         breaks="I10",
@@ -294,7 +294,7 @@ MUTANTS = (
     mutant(
         "a-read-without-a-copy-needs-no-wait",
         "writers.write_engine:WriteEngine._reading",
-        "must_wait=bool(early)",
+        "must_wait=bool(early) and arena is None",
         "must_wait=False",
         breaks="I5",
         source="order",

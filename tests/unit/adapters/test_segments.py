@@ -6,11 +6,12 @@ import ctypes
 import errno
 import fcntl
 import os
+from functools import partial
 
 import pytest
 
 from ckptfsm.adapters.memory import OwnMemory
-from ckptfsm.adapters.segments import Descriptors, SharedSegment, Span, SpanReader, is_in_segment
+from ckptfsm.adapters.segments import SharedSegment, Span, SpanReader, is_in_segment, read_segment
 
 SIZE = 3 * 4096 + 7
 
@@ -25,7 +26,7 @@ def segment():
 
 def reader_of(segment: SharedSegment) -> SpanReader:
     spans = [Span(segment.address, segment.size, 0, 0)]
-    return SpanReader(spans, Descriptors([segment.fileno()]).take, OwnMemory())
+    return SpanReader(spans, partial(read_segment, [segment.fileno()]), OwnMemory())
 
 
 def test_a_segment_is_read_through_its_descriptor(segment):
@@ -40,7 +41,7 @@ def test_other_memory_is_read_the_usual_way(segment):
     outside = ctypes.create_string_buffer(b"outside", 7)
     found = bytearray(7)
     for spans in ([Span(segment.address, segment.size, 0, 0)], []):
-        reader = SpanReader(spans, Descriptors([segment.fileno()]).take, OwnMemory())
+        reader = SpanReader(spans, partial(read_segment, [segment.fileno()]), OwnMemory())
         reader.read(ctypes.addressof(outside), memoryview(found))
         assert found == b"outside"
 
@@ -55,7 +56,7 @@ def test_a_read_that_leaves_its_segment_is_an_error(segment):
 def test_a_segment_that_ends_early_is_an_error(segment):
     """Catches: a file with zeros in place of the state, or a wait for bytes that never come."""
     spans = [Span(segment.address, 2 * SIZE, 0, 0)]
-    reader = SpanReader(spans, Descriptors([segment.fileno()]).take, OwnMemory())
+    reader = SpanReader(spans, partial(read_segment, [segment.fileno()]), OwnMemory())
     with pytest.raises(OSError, match="segment 0 ends before") as raised:
         reader.read(segment.address + SIZE - 5, memoryview(bytearray(6)))
     assert raised.value.errno == errno.EFAULT

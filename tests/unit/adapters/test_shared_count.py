@@ -35,7 +35,7 @@ def test_the_threads_of_a_child_add_to_one_count():
 def test_a_descriptor_leads_to_the_same_count():
     """Catches: a process of the engine that counts where nobody reads; a descriptor that is kept."""
     segment = SharedSegment(COUNT_BYTES)
-    ours = SharedCount.of_segment(segment)
+    ours = SharedCount(segment.view(0, COUNT_BYTES))
     fd = os.dup(segment.fileno())
     theirs = SharedCount.of_descriptor(fd)
     theirs.add(8)

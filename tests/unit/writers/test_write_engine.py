@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import resource
 import select
@@ -50,7 +49,6 @@ from ckptfsm.writers.write_process import (
     Taken,
     WriteOrder,
     _await_word,
-    populate,
 )
 
 OF = AttemptId(5, 1, 1)
@@ -1154,43 +1152,6 @@ def test_descriptors_above_1023_are_waited_for(engine, storage, root):
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-class Advised(mmap.mmap):
-    """Memory under a kernel that refuses advice; ``touched`` are the places that were written.
-
-    ``takes`` is the advice that it takes all the same.
-    """
-
-    refuses = errno.EINVAL
-    takes: int | None = None
-    touched: list[int]
-
-    def madvise(self, advice: int) -> None:
-        if advice != self.takes:
-            raise OSError(self.refuses, os.strerror(self.refuses))
-
-    def __setitem__(self, place: int, value: int) -> None:
-        self.touched.append(place)
-
-
-def test_a_kernel_may_refuse_large_pages():
-    """Catches: a container in which no save is written, as it forbids to ask for large pages."""
-    memory = Advised(-1, 3 * mmap.PAGESIZE)
-    memory.touched, memory.refuses, memory.takes = [], errno.EPERM, 23
-    populate(memory)
-    assert memory.touched == [], "the kernel took the pages"
-
-
-def test_memory_is_taken_under_a_kernel_that_cannot_populate():
-    """Catches: an old kernel under which no save is written, or a copy that takes the pages itself."""
-    memory = Advised(-1, 3 * mmap.PAGESIZE)
-    memory.touched = []
-    populate(memory)
-    assert memory.touched == [0, mmap.PAGESIZE, 2 * mmap.PAGESIZE]
-    memory.refuses = errno.ENOMEM
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        populate(memory)
 
 
 class Told:
