@@ -93,7 +93,7 @@ class GroupWorker(BaseGroupWorker, Gate):
 
 
 class Wired(NamedTuple):
-    """The real ports of one rank, with what they are made of. Without an ``engine``, writers are forked.
+    """The real ports of one rank. Without an ``engine``, writers are forked.
 
     ``promise``: what waits for ``before_update``.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,27 +25,16 @@ def cpu_devices() -> Iterator[None]:
     It calls ``torch.cuda.synchronize()`` and ``current_device()`` all the same (0.16.1:
     ``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``).
     """
-    if torch.cuda.is_available():
-        with no_warning_is_an_error():
-            yield
-        return
     cuda: Any = torch.cuda
     synchronize, current_device = cuda.synchronize, cuda.current_device
     try:
-        cuda.synchronize, cuda.current_device = _nothing_to_wait_for, _cpu
+        if not cuda.is_available():
+            cuda.synchronize = lambda device=None: None
+            cuda.current_device = partial(torch.device, "cpu")
         with no_warning_is_an_error():
             yield
     finally:
         cuda.synchronize, cuda.current_device = synchronize, current_device
-
-
-def _nothing_to_wait_for(device: object = None) -> None:
-    """Replaces ``torch.cuda.synchronize`` without CUDA."""
-
-
-def _cpu() -> torch.device:
-    """Replaces ``torch.cuda.current_device`` without CUDA."""
-    return torch.device("cpu")
 
 
 @contextlib.contextmanager

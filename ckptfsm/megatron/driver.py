@@ -1,14 +1,9 @@
-"""The driver: turns a trainer's sharded state dicts into parts and back.
-
-A rank's plan is sent to rank 0 only when it changed since the last accepted save; otherwise its digest
-is sent instead.
-"""
+"""The driver: turns a trainer's sharded state dicts into parts and back."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.core.formats import FILE, FOREIGN, TORCH_DIST, TREE
@@ -47,12 +42,7 @@ from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.read_back import ReadBack, misfit_of
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
-from ckptfsm.megatron.torch_dist import (
-    COMMON_IN_SHARD,
-    PartShare,
-    finish_part,
-    keeps_common_in_shard,
-)
+from ckptfsm.megatron.torch_dist import COMMON_IN_SHARD, finish_part, keeps_common_in_shard
 from ckptfsm.writers.plain_files import (
     bytes_of,
     digests_of_bytes,
@@ -62,11 +52,12 @@ from ckptfsm.writers.plain_files import (
 )
 
 _ROOT_PART = "state"
+storage_at = opened_storage  # its name in the drop-ins
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A rank's plans, or only their digest when rank 0 has them already."""
+    """A rank's plans; only their digest if rank 0 has them from the last accepted save."""
 
     digest: str
     plans: bytes | None
@@ -102,18 +93,25 @@ class MegatronDraft:
             value = self.values[spec.name]
             if spec.format is TORCH_DIST:
                 merged = planned[spec.name] if rank == spec.first_rank else None
-                in_shard = self.driver.common_in_shard
-                share = PartShare(spec, self.plans[spec.name], rank, merged, in_shard)
-                jobs.append(stage_images(share, self.driver.templates, self.held))
+                part = stage_images(
+                    spec,
+                    self.plans[spec.name],
+                    rank,
+                    merged,
+                    common_in_shard=self.driver.common_in_shard,
+                    templates=self.driver.templates,
+                    held=self.held,
+                )
+                jobs.append(part)
             elif spec.format in (FILE, TREE):
                 with no_collective(spec, rank):
                     jobs.append(stage_file(spec, value, location, rank))
             elif spec.format is FOREIGN:
-                part = stage_foreign(spec, value, rank, location, self.foreign)
+                foreign = stage_foreign(spec, value, rank, location, self.foreign)
                 if value.build is not None:  # made only now; a ready one was looked at before
-                    check_request(read_back, spec.name, part.request.arguments, rank)
-                self.foreign.append(part)
-                jobs.append(part)
+                    check_request(read_back, spec.name, foreign.request.arguments, rank)
+                self.foreign.append(foreign)
+                jobs.append(foreign)
         if self.held.device is not None:
             self.held.device.start()
         return tuple(jobs)
@@ -178,7 +176,7 @@ class MegatronDriver:
         values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
             plans = {
-                spec.name: self.planner.draft(spec, with_objects(values[spec.name]))
+                spec.name: self.planner.draft(spec.name, with_objects(values[spec.name]))
                 for spec in specs
                 if spec.format is TORCH_DIST
             }
@@ -296,20 +294,10 @@ def check_request(read_back: ReadBack, part: str, arguments: Any, rank: int) -> 
     read_back.check_made(part, objects_in(arguments), common)
 
 
-@contextmanager
-def storage_at(root: Path) -> Iterator[PosixStorage]:
-    """A storage on an existing directory, for reading."""
-    storage = PosixStorage(root, create=False)
-    try:
-        yield storage
-    finally:
-        storage.close_root()
-
-
 def _has_common_in_shard(directory: Path) -> bool:
     if not (directory / ".metadata").exists() or (directory / COMMON).exists():
         return False
-    with storage_at(directory.parent) as storage:
+    with opened_storage(directory.parent) as storage:
         return COMMON_KEY in inspect_stock(storage, directory.name).object_keys
 
 

@@ -1,10 +1,8 @@
 """Keeps a late writer of a ready-made request out of a directory that is another attempt's by now.
 
-Such a request is written in place, by foreign code that opens its files late and by path. A writer that
-was stopped, or outlived its job on another rank, would overwrite the next job's save of the same step.
-Python calls an audit hook before each file is opened; the hook first looks for the mark of the attempt.
-A process can still be stopped between look and change: at most one file is opened late. Paths relative
-to a descriptor are not seen, as megatron-core uses none.
+Such a request is written in place, by foreign code. A writer that was stopped, or outlived its job on
+another rank, would overwrite the next job's save of the same step. So an audit hook looks for the mark
+of the attempt before each file is opened. A process that is stopped in between opens one file late.
 """
 
 from __future__ import annotations

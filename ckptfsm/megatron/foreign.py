@@ -1,12 +1,8 @@
 """Ready-made AsyncRequests of megatron-core, and objects with the same field names.
 
-The writer of a request runs in a supervised child with a private results channel instead of the shared
-queue, so requests in flight together cannot swap results. The payload goes into the request's queue
-immediately before the finalizers run: once, on the training thread of every rank.
-
-A fork freezes pageable memory only, and the next request could be staged into the same shared or pinned
-memory. So tensors in shared memory are copied when a request is taken, and pinned ones are kept until
-the writer has ended.
+The writer of a request runs in a supervised child. A fork freezes pageable memory only, and the next
+request could be staged into the same shared or pinned memory. So tensors in shared memory are copied
+when a request is taken, and pinned ones are kept until the writer has ended.
 """
 
 from __future__ import annotations
@@ -76,9 +72,7 @@ class ForeignRequest:
 
 
 def ready_part(request: Any, directory: str = "") -> Any:
-    """The part for a ready request; for a function that makes a request, a function that makes the
-    part.
-    """
+    """The part for a ready request, or a function that makes it from one that makes the request."""
     if callable(request):
         return partial(_made, request, directory)
     return ForeignRequest(request=request, directory=directory)
@@ -87,7 +81,7 @@ def ready_part(request: Any, directory: str = "") -> Any:
 def _made(make: Callable[[], Any], directory: str) -> ForeignRequest:
     """The part for the request that ``make`` returns, with its tensors copied at once.
 
-    The functions of the other parts are called before any part is staged.
+    The next part's request is made before this one is staged.
     """
     return ForeignRequest(request=taken_now(make_request(make)), directory=directory)
 
@@ -109,7 +103,7 @@ def _installed() -> str:
 
 
 class PrivateChannel(list[Any]):
-    """Replaces the results queue inside one writer."""
+    """Replaces the results queue inside a writer: requests in flight together cannot swap results."""
 
     put = list.append
 
@@ -131,10 +125,7 @@ class StagedRequest:
     shared: frozenset[int] = frozenset()
 
     def run(self) -> Any:
-        """In the child: run the writer of the request.
-
-        Returns the content of its queue, if there is one.
-        """
+        """In the child: run the writer of the request. Returns the content of its queue, if any."""
         assert self.function is not None
         channel = PrivateChannel()
         arguments = self.arguments
@@ -161,9 +152,7 @@ class StagedRequest:
         return payload
 
     def problem(self) -> SaveFailed | None:
-        """The error that forbids the finalizers on this rank: results of another queue wait in
-        theirs.
-        """
+        """The error that forbids the finalizers here: results of another queue wait in theirs."""
         try:
             if self.queue is None or self.function is None or self.queue.empty():
                 return None
@@ -183,8 +172,7 @@ class StagedRequest:
     def finalize(self, payload: Any) -> None:
         """Put ``payload`` into the queue of the request and run its finalizers. Once (I6).
 
-        Remaining results are removed for the next request. Raises ``SaveFailed`` if the queue holds
-        results of another queue, which are left there.
+        Raises ``SaveFailed`` if the queue holds results of another queue, which are left there.
         """
         self.arguments = []
         problem = self.problem()
@@ -197,13 +185,12 @@ class StagedRequest:
                 for finalizer in self.finalizers:
                     finalizer()
         finally:
+            # not for the next request
             while self.queue is not None and not self.queue.empty():
                 self.queue.get_nowait()
 
     def let_go(self) -> None:
-        """The child has its copy of the data now, except pinned memory, which it may share with
-        this process.
-        """
+        """Drop the data, of which the child has a copy; but pinned memory may be shared with it."""
         left = tree_leaves(self.arguments) if torch.cuda.is_initialized() else []
         self.arguments = [each for each in left if _in_host_memory(each) and each.is_pinned()]
 
@@ -250,9 +237,7 @@ class ForeignPart(PartJob):
         return Written(tuple(entries), (), payload)
 
     def _require_all(self, results: Sequence[Any]) -> None:
-        """Raise ``SaveFailed`` if a result is missing: the finalizers would write metadata without
-        its item.
-        """
+        """Raise ``SaveFailed`` if a result is missing: the metadata would lack its item."""
         asked = {index for index in map(_index_of, tree_leaves(self.request.arguments)) if index}
         lost = asked - {result.index for result in results}
         if lost:
@@ -263,9 +248,7 @@ class ForeignPart(PartJob):
             )
 
     def _refuse_older_common(self, storage: Storage, location: str) -> None:
-        """Refuse a ``common.pt`` beside a common state in a shard: a loader would read
-        ``common.pt``.
-        """
+        """Refuse a ``common.pt`` beside a common state in a shard: a loader would read that file."""
         place = join(location, self.directory)
         if COMMON in list_names(storage, place):
             raise SaveFailed(
@@ -337,21 +320,16 @@ def stage_request(name: str, request: Any) -> StagedRequest:
     staged = _preloaded(request)
     arguments = list(tree_map(_private, staged))
     queue = next((a for a in arguments if hasattr(a, "put") and hasattr(a, "get")), None)
+    keywords = dict(tree_map(_private, dict(getattr(request, "async_fn_kwargs", None) or {})))
+    shared = {a.untyped_storage().data_ptr() for a in tree_leaves(staged) if _is_shared(a)} - {0}
+    finalizers = list(request.finalize_fns)
     return StagedRequest(
-        name,
-        request.async_fn,
-        arguments,
-        dict(tree_map(_private, dict(getattr(request, "async_fn_kwargs", None) or {}))),
-        list(request.finalize_fns),
-        queue,
-        frozenset(a.untyped_storage().data_ptr() for a in tree_leaves(staged) if _is_shared(a))
-        - {0},
+        name, request.async_fn, arguments, keywords, finalizers, queue, frozenset(shared)
     )
 
 
 def taken_now(request: Any) -> Any:
-    """The same request with its tensors copied: the next request may be staged into the same
-    memory.
+    """The same request with its tensors copied: the next may be staged into the same memory.
 
     An error is raised later, where the request is staged with the others of its save.
     """
@@ -410,24 +388,19 @@ def _in_host_memory(value: Any) -> bool:
 def forget_what_workers_have() -> None:
     """Make nvidia-resiliency-ext put all tensors into its next request.
 
-    Otherwise it leaves out the tensors that its persistent worker has cached, which this library's
-    writers do not have.
+    It leaves out those that its persistent worker has cached, which our writers do not have.
     """
     writer = getattr(sys.modules.get(_NVRX_WRITER), "FileSystemWriterAsync", None)
     caller = getattr(sys.modules.get(_NVRX_CORE), "PersistentAsyncCaller", None)
-    for holder, name in (
-        (writer, "cleanup_tensor_caches"),
-        (caller, "cleanup_worker_data_cache"),
-    ):
+    names = ((writer, "cleanup_tensor_caches"), (caller, "cleanup_worker_data_cache"))
+    for holder, name in names:
         if hasattr(holder, name):  # older versions have no cache
             getattr(holder, name)()
 
 
 def _results_in(payload: Any) -> list[Any]:
-    """The write results in a payload."""
-    if not isinstance(payload, dict):
-        return []
-    return [result for results in payload.values() for result in results]
+    lists = payload.values() if isinstance(payload, dict) else ()
+    return [result for results in lists for result in results]
 
 
 def _ends_of(results: Sequence[Any]) -> dict[str, int]:
@@ -495,8 +468,7 @@ class _Logged(logging.Handler):
 def _watched_workers() -> Iterator[None]:
     """End this writer as soon as a worker in the block fails: megatron-core would wait for ever.
 
-    Workers are processes up to megatron-core 0.16 and threads from 0.17 on. ``multiprocessing`` reaps
-    some when the next one starts. Later parts of the same writer watch their workers themselves.
+    Workers are processes up to megatron-core 0.16 and threads from 0.17 on.
     """
     let_children_die_too()
     hook, threading.excepthook = threading.excepthook, _end_with_thread
@@ -512,9 +484,7 @@ def _watched_workers() -> Iterator[None]:
 
 
 def _end_with_thread(raised: threading.ExceptHookArgs) -> None:
-    """End the writer: a thread that raised (also ``SystemExit``) never counts down, and the writer
-    would wait.
-    """
+    """End the writer: a thread that raised (also ``SystemExit``) never counts down."""
     try:
         text = "".join(traceback.format_exception(raised.exc_value))
         os.write(2, f"a write worker, which is a thread, ended the writer:\n{text}".encode())
@@ -523,7 +493,7 @@ def _end_with_thread(raised: threading.ExceptHookArgs) -> None:
 
 
 def _judging_poll(worker: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
-    """Judge the exit code of a worker that ``multiprocessing`` reaps, before the watch can see it."""
+    """Judge the exit code of a worker that ``multiprocessing`` reaps before the watch can see it."""
     code = _poll(worker, flag)
     if code:
         os._exit(_WORKER_DIED)

@@ -1,9 +1,7 @@
 """A torch_dist part as images, for a writer without torch: where each byte of its files lies.
 
-The files have one ``torch.save`` blob per item, byte for byte.
-The head and tail of a blob come from a template, its data stays in the trainer's memory until the
-writer reads it. A blob without a template is made at once, by torch. An accelerator's tensor is read
-from its copy in pinned memory (``device_copies``), or from a copy that the host makes at once.
+The head and tail of an item's ``torch.save`` blob come from a template. Its data stays in the trainer's
+memory until the writer reads it. An accelerator's tensor is read from its copy in host memory.
 """
 
 from __future__ import annotations
@@ -14,16 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.core.images import BlobTail, Copied, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import PLANNED, join, planned_name
+from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.device_copies import StateCopy, version_of
-from ckptfsm.megatron.torch_dist import PartShare, Row, exact, to_host
+from ckptfsm.megatron.planning import PartDraft
+from ckptfsm.megatron.torch_dist import exact, to_host
 from ckptfsm.writers.image import ImagePart
 
 # Smaller data is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
@@ -82,14 +81,23 @@ class Held:
 
 
 @no_warning_is_an_error()
-def stage_images(share: PartShare, templates: Templates, held: Held) -> ImagePart:
-    """The images of a share. ``held.device`` is given the accelerator's tensors to be copied; the host
-    copies the others now.
+def stage_images(
+    spec: PartSpec,
+    draft: PartDraft,
+    rank: int,
+    planned: bytes | None,
+    *,
+    common_in_shard: bool,
+    templates: Templates,
+    held: Held,
+) -> ImagePart:
+    """The share of ``rank`` in a part, on which all ranks agreed.
+
+    ``planned`` is None except on the part's first rank, which writes the state common to all ranks.
     """
-    spec, draft, rank, planned, common_in_shard = share
     templates.look()
     images: list[Image] = []
-    rows: list[Row] = []
+    rows: list[tuple[object, ...]] = []
     for number, bucket in enumerate(draft.buckets):
         name = f"__{rank}_{number}.distcp"
         pieces: list[Piece] = []
@@ -97,7 +105,9 @@ def stage_images(share: PartShare, templates: Templates, held: Held) -> ImagePar
         for item, value in bucket:
             blob = _blob(item.index.fqn, value, templates, held)
             size = sum(piece.size for piece in blob)
-            rows.append(_row(item, name, start, size))
+            index = item.index
+            offset = None if index.offset is None else list(index.offset)
+            rows.append((index.fqn, offset, index.index, name, start, size))
             pieces += blob
             start += size
         images.append(image_of(join(spec.directory, name), pieces))
@@ -119,12 +129,6 @@ def stage_images(share: PartShare, templates: Templates, held: Held) -> ImagePar
         owner=tuple(held.copies),
         copying=held.device,
     )
-
-
-def _row(item: WriteItem, file: str, start: int, size: int) -> Row:
-    index = item.index
-    offset = list(index.offset) if index.offset is not None else None
-    return (index.fqn, offset, index.index, file, start, size)
 
 
 def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece]:

@@ -1,7 +1,7 @@
 """No collective in the ``make`` of a ``FileTree`` that a single rank writes.
 
-Such a collective would wait for the other ranks, or match one of the training's. It is refused before it
-begins, where torch sees it: on this thread, and through the dispatcher.
+It would wait for the other ranks, or match a collective of the training's. It is refused where torch
+sees it: on this thread, and through the dispatcher.
 """
 
 from __future__ import annotations

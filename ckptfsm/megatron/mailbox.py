@@ -1,8 +1,7 @@
 """Reports reach rank 0 over a TCP socket, without a collective and without torch.
 
-Each message has a connection of its own, and is signed with a secret of the job (HMAC-SHA256). Reports
-travel as JSON, so that a message runs no code. Any message may be lost: its rank sends the report
-through the rounds as well. If rank 0 does not hear each other rank at the start, no rank has a mailbox.
+Each message has a connection of its own, and is signed with a secret of the job (HMAC-SHA256). It is
+JSON, which runs no code, and may be lost: its rank sends the reports through the rounds as well.
 """
 
 from __future__ import annotations
@@ -64,25 +63,18 @@ class Outbox:
     def __init__(self, rank: int, address: Address) -> None:
         self._rank, self._address = rank, address
 
-    def greet(self, timeout_s: float) -> None:
-        """Send the first words to rank 0. Raises ``OSError``."""
-        self._send([], timeout_s)
-
-    def post(self, events: Sequence[Event]) -> None:
+    def post(self, events: Sequence[Event], timeout_s: float = _ANSWER_S) -> None:
         """Send reports. Raises ``OSError``, and ``ValueError`` for a message that is too long."""
-        self._send(events, _ANSWER_S)
+        to = self._address
+        message = sealed(to.secret, self._rank, events)
+        with socket.create_connection((to.host, to.port), timeout_s) as link:
+            link.sendall(message)
 
     def collect(self) -> list[Event]:
         return []
 
     def close(self) -> None:
         """Nothing is open between two messages."""
-
-    def _send(self, events: Sequence[Event], timeout_s: float) -> None:
-        to = self._address
-        message = sealed(to.secret, self._rank, events)
-        with socket.create_connection((to.host, to.port), timeout_s) as link:
-            link.sendall(message)
 
 
 class _Link:
@@ -147,14 +139,15 @@ class ReportServer:
                 if not link.is_whole():
                     waiting.append(link)
                     continue
-                found += self._opened(bytes(link.data))
+                secret = self.address.secret
+                rank, reports = unsealed(secret, bytes(link.data), self._world_size)
+                self._heard.add(rank)
+                found += reports
+                link.close()
             except (OSError, ValueError) as error:
                 self._refuse(link, describe(error))
-            link.close()
         while len(waiting) > _MOST_WAITING:  # the oldest first: a rank sends all at once
-            link = waiting.pop(0)
-            self._refuse(link, "many connections say nothing")
-            link.close()
+            self._refuse(waiting.pop(0), "many connections say nothing")
         self._waiting = waiting
         return found
 
@@ -178,13 +171,9 @@ class ReportServer:
                 continue
             yield _Link(link, str(sender[0]))
 
-    def _opened(self, message: bytes) -> list[Report]:
-        rank, reports = unsealed(self.address.secret, message, self._world_size)
-        self._heard.add(rank)
-        return reports
-
     def _refuse(self, link: _Link, why: str) -> None:
         """Log it; not for ever, as there is no end to what a stranger may send."""
+        link.close()
         self._warnings += 1
         if self._warnings > _MOST_WARNINGS:
             return
@@ -202,10 +191,7 @@ def sealed(secret: bytes, rank: int, events: Sequence[Event]) -> bytes:
 
 
 def unsealed(secret: bytes, message: bytes, world_size: int) -> tuple[int, list[Report]]:
-    """The sender and the reports of a message.
-
-    Raises ``ValueError`` if a process without the secret made it, or if it is implausible.
-    """
+    """The sender and the reports of a message. ``ValueError`` if no rank of the job can have sent it."""
     signature, body = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
     if not hmac.compare_digest(signature, hmac.digest(secret, body, _DIGEST)):
         raise ValueError("it is not signed with the secret of this job")
@@ -230,10 +216,7 @@ def encoded(event: Event) -> dict[str, Any]:
 
 
 def decoded(found: dict[str, Any]) -> Report:
-    """A report from plain values.
-
-    Raises ``ValueError``, ``TypeError``, ``LookupError`` or ``AttributeError`` for anything else.
-    """
+    """A report from plain values. Raises the error of any surprise in them."""
     values = dict(found)
     kind = _KINDS.get(values.pop("name"))
     if kind is None:
@@ -245,10 +228,7 @@ def decoded(found: dict[str, Any]) -> Report:
 
 
 def mailbox_of(transport: Transport, exchange_timeout_s: float) -> Mailbox | None:
-    """The mailbox of a job (collective). None if rank 0 does not hear all other ranks.
-
-    A rank waits ``exchange_timeout_s`` for the others.
-    """
+    """The mailbox of a job (collective). None if rank 0 does not hear all other ranks."""
     if transport.world_size == 1:
         return OneRank()
     step_s = min(_LONGEST_STEP_S, exchange_timeout_s * _SHARE)
@@ -260,7 +240,7 @@ def mailbox_of(transport: Transport, exchange_timeout_s: float) -> Mailbox | Non
             problem = inbox.hear_all(step_s)
         elif address is not None:
             made = outbox = Outbox(transport.rank, address)
-            outbox.greet(step_s)
+            outbox.post([], step_s)  # the first words
     except Exception as error:  # the others wait for the flags
         problem = f"no connection between rank 0 and rank {transport.rank}: {describe(error)}"
     failed = transport.any_flags([made is None or bool(problem)])[0]
@@ -298,10 +278,7 @@ def _made(hosts: list[str] | None, world_size: int) -> tuple[ReportServer | None
 
 
 def _network() -> str:
-    """The network of this process: equal for processes that share the loopback interface.
-
-    "" if the kernel does not tell.
-    """
+    """Equal for processes that share the loopback interface; "" if the kernel does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"

@@ -1,8 +1,7 @@
 """The plan of a part: which item of a state goes to which file, made by megatron-core's planner.
 
-The planner takes longer than everything else in a save. So a plan is used again for a state with the
-same keys, shapes, strides and places in the same order. A plan is kept only if each of its items is
-certainly the data of one value, or a view.
+The planner takes longer than everything else in a save. So a plan is used again for a state of the same
+structure, if each of its items is certainly the data of one value, or a view.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckptfsm.core.errors import SaveRefused
-from ckptfsm.core.parts import PartSpec
 from ckptfsm.megatron.read_back import Places, ReadBack, check_places, places_of
 from ckptfsm.megatron.shardings import check_keys, check_not_empty, check_shards
 
@@ -47,7 +45,6 @@ class PartSummary:
 class PartDraft:
     """A part as one rank planned it. ``buckets`` still refer to the trainer's tensors."""
 
-    spec: PartSpec
     buckets: tuple[Bucket, ...]
     common: Any
     summary: PartSummary
@@ -73,7 +70,7 @@ class _Plan:
     buckets: Sources
     summary: PartSummary
 
-    def draft(self, spec: PartSpec, values: Values, common: Any) -> PartDraft:
+    def draft(self, values: Values, common: Any) -> PartDraft:
         """The plan, with the data of ``values``."""
         objects = {
             item.index.fqn for bucket in self.buckets for item, source in bucket if not source
@@ -86,7 +83,7 @@ class _Plan:
             )
             for bucket in self.buckets
         )
-        return _draft(spec, buckets, common, self.summary)
+        return _draft(buckets, common, self.summary)
 
 
 class Plans:
@@ -100,26 +97,26 @@ class Plans:
         self.read_back = ReadBack(common_in_shard)
         self._known: dict[str, _Plan] = {}
 
-    def draft(self, spec: PartSpec, state: Any) -> PartDraft:
+    def draft(self, part: str, state: Any) -> PartDraft:
         """Plan one sharded state dict. May raise megatron-core's error for a bad one.
 
         Raises ``SaveRefused`` for values that no restore could load.
         """
         sharded, common = save_preprocess(state, validate_access_integrity=False)
-        self.read_back.check(spec.name, state, common)
+        self.read_back.check(part, state, common)
         places = places_of(state, sharded, common)
         structure = [_structure_of(value) for value in nested_values(sharded)]
-        known = self._known.pop(spec.name, None)
+        known = self._known.pop(part, None)
         if known is None or known.structure != structure:
-            draft, sources = _make(spec, sharded, common, places, self._files)
+            draft, sources = _make(part, sharded, common, places, self._files)
             known = None if sources is None else _Plan(structure, sources, draft.summary)
         else:
             if known.summary.places != places:
                 known = replace(known, summary=replace(known.summary, places=places))
             values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-            draft = known.draft(spec, values, common)
+            draft = known.draft(values, common)
         if known is not None:
-            self._known[spec.name] = known
+            self._known[part] = known
         return draft
 
 
@@ -133,12 +130,12 @@ def _structure_of(value: ShardedBase) -> list[Any]:
 
 
 def _make(
-    spec: PartSpec, sharded: Any, common: Any, places: Places, files: int
+    part: str, sharded: Any, common: Any, places: Places, files: int
 ) -> tuple[PartDraft, Sources | None]:
     """Make a plan. Returns its sources too, or None if it holds only for this state."""
     shardings = [value.without_data() for value in nested_values(sharded)]
-    check_keys(spec.name, shardings, SaveRefused)
-    check_not_empty(spec.name, shardings, SaveRefused)
+    check_keys(part, shardings, SaveRefused)
+    check_not_empty(part, shardings, SaveRefused)
     values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(dict(values), False), is_coordinator=False)
@@ -148,7 +145,7 @@ def _make(
     split = [bucket for bucket in _split_by_size_and_type(files, plan.items) if bucket]
     buckets = tuple(tuple((item, _resolve(planner, item)) for item in bucket) for bucket in split)
     summary = PartSummary(plan, shardings, places)
-    draft = _draft(spec, buckets, common, summary)
+    draft = _draft(buckets, common, summary)
     try:
         sources = tuple(
             tuple((item, _source_of(item, data, values)) for item, data in bucket)
@@ -159,11 +156,9 @@ def _make(
     return draft, sources
 
 
-def _draft(
-    spec: PartSpec, buckets: tuple[Bucket, ...], common: Any, summary: PartSummary
-) -> PartDraft:
+def _draft(buckets: tuple[Bucket, ...], common: Any, summary: PartSummary) -> PartDraft:
     size = sum(_size_of(value) for bucket in buckets for _, value in bucket)
-    return PartDraft(spec, buckets, common, summary, size)
+    return PartDraft(buckets, common, summary, size)
 
 
 def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
@@ -213,11 +208,9 @@ def _size_of(value: Any) -> int:
 
 
 def merge_part(name: str, summaries: Mapping[int, PartSummary]) -> bytes:
-    """At rank 0: check that the shards of all ranks make whole tensors, and fit the plain values.
+    """At rank 0: the planned metadata of the ranks' ``summaries``.
 
-    ``summaries`` are by rank. Returns the planned metadata.
-
-    Raises ``SaveRefused`` when shards overlap or do not cover a tensor, and see ``check_places``.
+    Raises ``SaveRefused`` if shards overlap, do not cover a tensor, or clash with plain values.
     """
     check_places(name, {rank: s.places for rank, s in summaries.items()})
     check_shards(name, [s.shardings for s in summaries.values()], SaveRefused)

@@ -1,9 +1,8 @@
 """Reads back what a save would write of plain values and objects, before the save is accepted (I12).
 
-Torch's loader takes fewer types than ``torch.save``, so a state can be saved that no start can load.
-Here the values are pickled and loaded again by the loader itself: registered safe globals and torch's
-environment variables count. Values of plain tensors are neither pickled nor copied. If the quick look at
-everything fails, each value is saved and loaded as in a restore, and only that may refuse.
+Torch's loader takes fewer types than ``torch.save``. So the values are pickled, without the data of
+tensors, and loaded again by the loader itself. If the quick look at everything fails, each value is
+saved and loaded as in a restore, and only that may refuse.
 """
 
 from __future__ import annotations
@@ -198,9 +197,9 @@ class ReadBack:
         return torch.load(file, map_location="cpu", weights_only=False)
 
     def _know_loader(self) -> None:
-        """Ask megatron-core once whether it takes any class. Raises ``StorageError``.
+        """Ask megatron-core once whether it takes any class.
 
-        Not while a value is judged: a full disk would read as the value's fault.
+        Raises ``StorageError`` if the temporary directory is full, which is no value's fault.
         """
         if self._takes_anything is None:
             self._takes_anything = _common_takes_anything()
@@ -220,9 +219,7 @@ def load_object(file: IO[bytes]) -> Any:
 
 
 def _is_written(value: Any) -> bool:
-    """True for a sharded value that this rank writes, or has to have. Nobody writes other replicas'
-    objects, which may be empty.
-    """
+    """True for a sharded value that this rank writes, or has to have; others' objects may be empty."""
     if isinstance(value, ShardedObject):
         return bool(is_main_replica(value.replica_id))
     return isinstance(value, ShardedBase)
@@ -233,10 +230,7 @@ class _Unsafe:
 
 
 def _common_takes_anything() -> bool:
-    """True if the installed megatron-core unpickles any class from ``common.pt``; 0.13 and 0.17 do.
-
-    Needs a few bytes in the temporary directory, or raises ``StorageError``.
-    """
+    """True if the installed megatron-core unpickles any class from ``common.pt``; 0.13 and 0.17 do."""
     probe = io.BytesIO()
     torch.save(_Unsafe(), probe)  # into a file, torch would hide the error of a full disk
     try:
@@ -330,9 +324,7 @@ def _problem(value: Any, reader: Reader) -> Exception | None:
 
 
 def misfit(value: Any) -> str:
-    """Why the values of a tensor cannot be saved from this rank's memory, and the way out; "" if they
-    can, and for anything else.
-    """
+    """Why the values of a tensor cannot be saved from this rank's memory, and the way out, or ""."""
     if not isinstance(value, torch.Tensor) or is_float8tensor(value):
         return ""
     if torch.nn.parameter.is_lazy(value):
@@ -438,9 +430,7 @@ class _Walk:
         return kinds
 
     def _take_list(self, place: _PathInState | None, value: list[Any]) -> int:
-        """Raises ``SaveRefused`` for a list that megatron-core would not put together again: it loads
-        each kind of values as a list of its own, and merges these by position.
-        """
+        # megatron-core loads each kind of values as a list of its own, and merges these by position
         kinds = {
             self.take(_PathInState(place, number), child) for number, child in enumerate(value)
         }
@@ -469,7 +459,6 @@ class Places(NamedTuple):
 
 
 def places_of(state: Any, sharded: Any, common: Any) -> Places:
-    """The places in a state, of which megatron-core made ``sharded`` and ``common``."""
     left_out, _ = extract_nonpersistent(state)
     return Places(_tree_of(common), _tree_of(sharded), _tree_of(left_out))
 

@@ -1,7 +1,6 @@
 """Checks of a part's shards by key: of a save before it begins, of a load before its collectives.
 
-Megatron-core finds the same faults, but without naming a key, or inside the load, where the other
-ranks wait.
+Megatron-core names no key, or finds the same faults while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -164,12 +163,9 @@ def keys_of(have: Mapping[str, Any]) -> frozenset[str]:
 def check_fit(
     part: str, wanted: Sequence[Any], have: Mapping[str, Any], droppable: Collection[str]
 ) -> set[str]:
-    """Check that a checkpoint fits the shards that one rank wants.
+    """Check that a checkpoint fits the shards that one rank wants. Returns the droppable missing keys.
 
-    Returns the droppable missing keys.
-
-    ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed`` for the first other key,
-    which names the others too.
+    ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed``, which names the other keys.
     """
     known = {found.key: found for found in have.values()}
     misfits: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Move the state of an offloaded optimizer into shared memory, from where the writer process reads it.
 
-A tensor keeps its identity, values, shape and strides; only its memory is another. A tensor whose memory
-is only a part of a larger one stays where it lies: other tensors may use the rest.
+A tensor keeps its identity, values, shape and strides. One whose memory is a part of a larger one stays
+where it lies: other tensors may use the rest.
 """
 
 from __future__ import annotations

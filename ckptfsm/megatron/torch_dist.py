@@ -1,8 +1,4 @@
-"""Saves in Megatron's torch_dist format: plan, write, finish. Stock loaders read the result.
-
-``dist_checkpointing.save`` has collectives in which one failing rank leaves the others waiting, and a
-queue in a manager process that all saves share. Here planning is local (``draft``), the ranks' plans are
-merged at rank 0, and results travel in receipts.
+"""Megatron's torch_dist format, which stock loaders read: tensors as it needs them, and its metadata.
 
 The files are ``__<rank>_<n>.distcp`` with one ``torch.save`` per item, ``.metadata``, ``metadata.json``,
 and the state common to all ranks. That is a file ``common.pt`` up to megatron-core 0.18. From 0.19 on it
@@ -18,7 +14,7 @@ import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import megatron.core
 import torch
@@ -35,14 +31,11 @@ from torch.distributed.checkpoint.metadata import (
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.versions import series_of
 from ckptfsm.core.errors import DamagedRoot
-from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk.pickle_stubs import GETATTR, METADATA_GLOBALS
 from ckptfsm.disk.stock import COMMON_KEY
-from ckptfsm.megatron.planning import PartDraft
 
 _DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader
 COMMON_IN_SHARD = (0, 19)  # the first megatron-core with the common state in a shard
-Row = tuple[str, "list[int] | None", "int | None", str, int, int]
 
 
 def keeps_common_in_shard() -> bool:
@@ -53,28 +46,10 @@ def keeps_common_in_shard() -> bool:
     return series >= COMMON_IN_SHARD
 
 
-class PartShare(NamedTuple):
-    """The share of a rank in a part that is to be staged.
-
-    ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first
-    rank, which writes the state common to all ranks.
-    """
-
-    spec: PartSpec
-    draft: PartDraft
-    rank: int
-    planned: bytes | None
-    common_in_shard: bool
-
-
 def to_host(value: Any) -> Any:
     """A copy in pageable memory, which a fork freezes; a CPU tensor in pageable memory as it is.
 
     A tensor in a segment stays there too: a launch knows of it.
-
-    Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its
-    parent. The parent's allocator reuses pinned memory as soon as the draft is dropped, e.g. for
-    the trainer's offloading. The writer may still be reading it then.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -83,6 +58,8 @@ def to_host(value: Any) -> Any:
         not strided or value.untyped_storage().is_shared() or value.is_pinned()
     ):
         return value.detach().clone()
+    # Not ``non_blocking``: torch would stage into pinned memory. A child may share that, and torch
+    # reuses it as soon as the draft is dropped.
     return value.detach().to("cpu")
 
 
@@ -147,11 +124,7 @@ def read_planned(data: bytes) -> Metadata:
 def finish_part(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
-    """Make ``.metadata`` and ``metadata.json`` from the planned metadata and the ranks' result
-    rows.
-
-    ``location`` is the absolute path that the part will be published at.
-    """
+    """``.metadata`` and ``metadata.json`` of a part, see ``ports.PartFinisher``."""
     metadata = read_planned(planned)
     metadata.storage_data = {
         MetadataIndex(key, torch.Size(offset) if offset is not None else None, index): (

@@ -78,15 +78,9 @@ def transport_of(config: CheckpointConfig) -> Transport:
     Raises ``ConfigError`` without a process group where ``WORLD_SIZE`` is above 1: the other ranks
     would each take themselves for rank 0.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        _require_one_process()
-        return LocalTransport()
-    if dist.get_world_size() > 1:
-        return GlooTransport(config.exchange_timeout_s)
-    return LocalTransport()
-
-
-def _require_one_process() -> None:
+    if dist.is_available() and dist.is_initialized():
+        alone = dist.get_world_size() == 1
+        return LocalTransport() if alone else GlooTransport(config.exchange_timeout_s)
     told, rank = os.environ.get("WORLD_SIZE", "").strip(), os.environ.get("RANK")
     if told.isdecimal() and int(told) > 1:
         here = "this process" if rank is None else f"this process (RANK={rank})"
@@ -98,3 +92,4 @@ def _require_one_process() -> None:
             world_size=int(told),
             rank=rank,
         )
+    return LocalTransport()

@@ -318,7 +318,7 @@ def test_a_dead_writer_without_its_order_has_a_successor(trainers, fake):
 def test_a_forked_writer_keeps_its_arena(trainers, fake, monkeypatch):
     """Catches: a child without the memory that it is to write, or with memory of the next save."""
     trainer = trainers(fake)
-    monkeypatch.setattr(WriteEngine, "_ready", lambda engine, deadline: None)
+    monkeypatch.setattr(WriteEngine, "_greet", lambda engine, deadline: False)
     for step in (1, 2):
         job = trainer.save(step)
         assert isinstance(job, Child)

@@ -18,13 +18,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from ckptfsm import CheckpointManager, DamagedRoot
+from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.errors import RecoveryWarning
 from ckptfsm.disk import pieces
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.megatron import driver as driver_module
 from ckptfsm.megatron import fast_load
 from ckptfsm.megatron.compat import cpu_devices, process_group
-from ckptfsm.megatron.driver import storage_at
 from ckptfsm.megatron.fast_load import FastLoad
 
 pytestmark = pytest.mark.megatron
@@ -351,7 +351,7 @@ def test_a_torch_with_surprises_is_left_to_stock(
 def blob_of(root: Path, key: str) -> tuple[Path, int, int]:
     """The file, the place and the length of a tensor's blob in step 2."""
     directory = path_of(root, 2)
-    with storage_at(root) as storage:
+    with opened_storage(root) as storage:
         manifest = read_manifest(storage, directory.name)
         assert manifest is not None
         planned = fast_load.plan_fast_load(
@@ -471,7 +471,7 @@ def test_a_reading_that_was_stopped_fills_nothing_more(
 ) -> None:
     """Catches: a state that changes behind the back of a trainer that was interrupted."""
     blob_of(root, "big")
-    with storage_at(root) as storage:
+    with opened_storage(root) as storage:
         manifest = read_manifest(storage, path_of(root, 2).name)
         wanted = template()
         planned = fast_load.plan_fast_load(

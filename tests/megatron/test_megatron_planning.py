@@ -10,14 +10,11 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from ckptfsm.core.parts import PartSpec
 from ckptfsm.megatron import planning
 from ckptfsm.megatron.compat import process_group
 from ckptfsm.megatron.planning import PartDraft, Plans
 
 pytestmark = pytest.mark.megatron
-
-SPEC = PartSpec("state", "torch_dist")
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def content_of(draft: PartDraft) -> list[Any]:
 
 def drafted(plans: Plans, state: dict[str, Any]) -> PartDraft:
     with process_group():
-        return plans.draft(SPEC, state)
+        return plans.draft("state", state)
 
 
 @pytest.fixture

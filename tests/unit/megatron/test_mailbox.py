@@ -242,19 +242,19 @@ def unresolved(monkeypatch, released) -> None:
 
 def refused(monkeypatch, released) -> None:
     """A rank whose connections are refused."""
-    send = Outbox._send
+    send = Outbox.post
 
     def refuse(self: Outbox, *said) -> None:
         if self._rank == 2:
             raise ConnectionRefusedError("refused")
         send(self, *said)
 
-    monkeypatch.setattr(Outbox, "_send", refuse)
+    monkeypatch.setattr(Outbox, "post", refuse)
 
 
 def lost(monkeypatch, released) -> None:
     """Another process that takes the first words."""
-    monkeypatch.setattr(Outbox, "_send", lambda *_: None)
+    monkeypatch.setattr(Outbox, "post", lambda *_: None)
 
 
 @pytest.mark.parametrize(
