@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -182,7 +183,7 @@ def plan_fast_load(
 ) -> FastLoad | None:
     """See ``ports.Driver.plan_reading``."""
     entries = {entry.name: entry for entry in files}
-    forms = Forms()
+    form = cache(form_of)
     targets: dict[FileEntry, list[Target]] = defaultdict(list)
     for directory, state in parts.values():
         index = join(directory, _METADATA)
@@ -195,7 +196,7 @@ def plan_fast_load(
             if found is None or entry is None or entry.digest is None:
                 continue
             _, start, length = found
-            blob = forms.of(shard.data.dtype, _stored_shape(shard))
+            blob = form(shard.data.dtype, _stored_shape(shard))
             if blob is None or blob.size != length or not 0 <= start <= entry.bytes - length:
                 continue
             targets[entry].append(_target_of(shard, blob, start))
@@ -287,25 +288,13 @@ def _place_of(metadata: Metadata, shard: ShardedTensor) -> tuple[str, int, int] 
     return info.relative_path, info.offset, info.length
 
 
-class Forms:
-    """The forms of blobs, by dtype and shape, as torch writes them now."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.dtype, tuple[int, ...]], Blob | None] = {}
-
-    def of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Blob | None:
-        """The form; None if torch saves such a tensor in an unknown way."""
-        key = (dtype, shape)
-        if key not in self._made:
-            try:
-                made = make_template(
-                    torch.empty(shape, dtype=dtype)
-                )  # untouched, so it costs nothing
-                size = len(made.head) + made.data_bytes + len(made.tail)
-                self._made[key] = Blob(made.head, size)
-            except Exception:  # any surprise in the format of a new torch
-                self._made[key] = None
-        return self._made[key]
+def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Blob | None:
+    """The blob of such a tensor as torch writes it now; None if that is in an unknown way."""
+    try:
+        made = make_template(torch.empty(shape, dtype=dtype))  # untouched, so it costs nothing
+        return Blob(made.head, len(made.head) + made.data_bytes + len(made.tail))
+    except Exception:  # any surprise in the format of a new torch
+        return None
 
 
 def _target_of(shard: ShardedTensor, blob: Blob, start: int) -> Target:

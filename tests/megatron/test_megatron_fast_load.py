@@ -318,7 +318,7 @@ def test_a_blob_of_another_torch_is_left_to_stock(
     root: Path, loads: Loads, monkeypatch: pytest.MonkeyPatch, byte: int
 ) -> None:
     """Catches: a place of the data that is assumed without a look at the whole head."""
-    form = fast_load.Forms.of
+    form = fast_load.form_of
 
     def other(*arguments: Any) -> fast_load.Blob | None:
         blob = form(*arguments)
@@ -327,7 +327,7 @@ def test_a_blob_of_another_torch_is_left_to_stock(
         head[byte] ^= 1
         return blob._replace(head=bytes(head))
 
-    monkeypatch.setattr(fast_load.Forms, "of", other)
+    monkeypatch.setattr(fast_load, "form_of", other)
     found = restored_state(root, template())
     assert described(found) == described(stock_load(path_of(root, 2), template()))
     assert loads.made[-1] is not None

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 from ckptfsm.core.documents import FileEntry  # noqa: E402
 from ckptfsm.disk.durable import write_new  # noqa: E402
 from ckptfsm.disk.pieces import PIECE_BYTES  # noqa: E402
-from ckptfsm.megatron.fast_load import FastLoad, Filled, Forms, Target  # noqa: E402
+from ckptfsm.megatron.fast_load import FastLoad, Filled, Target, form_of  # noqa: E402
 from ckptfsm.testing.simfs import SimDisk, SimStorage  # noqa: E402
 
 SHAPES = {"small": (3,), "grid": (2, 5), "big": (PIECE_BYTES // 4 + 10,), "last": (1,)}
@@ -43,12 +43,11 @@ class File:
         digest = f"xxh3_128:{xxhash.xxh3_128_hexdigest(bytes(self.data))}"
         write_new(self.storage, "file", bytes(self.data))
         entry = FileEntry(name="file", bytes=len(self.data), digest=digest)
-        forms = Forms()
         targets = []
         for key, tensor in self.wanted.items():
             shape = tuple(tensor.shape)
             name = Filled(key, (0,), shape, tensor.dtype, tensor.device, tensor.data_ptr())
-            blob = forms.of(tensor.dtype, shape)
+            blob = form_of(tensor.dtype, shape)
             memory = tensor.reshape(-1).view(torch.uint8)
             targets.append(Target(name, memory, blob, self.starts[key]))
         reading = FastLoad(self.storage, "", {entry: targets})
@@ -69,7 +68,7 @@ def test_every_tensor_gets_its_bytes():
 def test_a_tensor_behind_another_head_is_not_filled(key: str, byte: int):
     """Catches: a tensor of other strides, whose bytes have another order."""
     file = File()
-    head = Forms().of(torch.float32, SHAPES[key]).head
+    head = form_of(torch.float32, SHAPES[key]).head
     file.data[file.starts[key] + (byte if byte >= 0 else len(head) - 1)] ^= 1
     assert file.load() == ("", set(SHAPES) - {key})
     assert not file.wanted[key].any()
