@@ -74,13 +74,16 @@ def refuse_other_layout(storage: Storage, layout: Layout, history: History) -> N
 def refuse_unfinishable(
     storage: Storage, layout: Layout, ledger: Ledger, finishers: Collection[str]
 ) -> None:
-    """Refuse to open with an attempt that only a process with torch can complete (I8)."""
+    """Refuse to open with an attempt that only a process with its driver can complete (I8)."""
     for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
         for part in checkpoint.parts:
             if part.format.planned and part.kind not in finishers:
+                needs, by_hand = "torch", _by_hand(storage, layout)
+                if not part.format.stock:
+                    needs, by_hand = f"the driver of {part.kind!r}", "(root, driver=...)"
                 raise ConfigError(
-                    f"step {checkpoint.step} was written, and its part {part.name!r} needs torch to be "
-                    f"completed: open the root once with CheckpointManager{_by_hand(storage, layout)}",
+                    f"step {checkpoint.step} was written, and its part {part.name!r} needs {needs} to "
+                    f"be completed: open the root once with CheckpointManager{by_hand}",
                     step=checkpoint.step,
                     part=part.name,
                 )

@@ -20,26 +20,91 @@ class Format:
     - ``foreign``: the trainer's code writes shards, and its finalizers complete the part on every
       rank. Loading is collective.
     - ``by_path``: the trainer writes by path, not through a storage.
-    - ``inside``: the files may lie in the directory of another part.
+    - ``by_one``: the first of the ranks that give the part writes it for all, unless a ``FileTree``
+      says ``every_rank``.
+    - ``inside``: the part is a file of its own name, which may lie in the directory of another part.
     - ``grouped``: the ranks of a worker group write the part and complete it themselves.
+    - ``stock``: stock loaders read the part, so its metadata are verified as they would judge them.
+
+    Names of files, relative to the part's directory:
+
+    - ``shards``: the ending that only files of ranks have, "" if there is none.
+    - ``common``: the file with the values that all ranks share, "" if there is none.
+    - ``metadata``: the files that complete the part.
+    - ``beside``: further files that finalizers may leave. A directory ends with ``/``.
     """
 
     name: str
     planned: bool = False
     foreign: bool = False
     by_path: bool = False
+    by_one: bool = False
     inside: bool = False
     grouped: bool = False
+    stock: bool = False
+    shards: str = ""
+    common: str = ""
+    metadata: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def sharded(self) -> bool:
         """True if ranks load the part together, each its share."""
         return self.planned or self.foreign
 
+    def is_share(self, file: str) -> bool:
+        """True for the last component of a name under which ranks write, before the part is complete."""
+        return file == self.common or bool(self.shards and file.endswith(self.shards))
 
-TORCH_DIST = Format("torch_dist", planned=True)
-FOREIGN = Format("foreign", foreign=True, by_path=True)
-FILE = Format("file", inside=True)
-TREE = Format("tree", by_path=True)
-REPORT = Format("report", grouped=True)
+    def reserves(self, file: str) -> bool:
+        """True for the last component of a name that no part may have."""
+        return self.is_share(file) or file in (*self.metadata, *self.beside)
+
+    def is_early(self, path: str, part: str, directory: str) -> bool:
+        """True if the part of this name and directory may leave ``path`` before it is complete."""
+        if self.inside:
+            return path == (f"{directory}/{part}" if directory else part)
+        if self.shards:
+            return self.is_share(path.rpartition("/")[2])
+        return bool(directory) and path.startswith(f"{directory}/")
+
+    def is_beside(self, file: str) -> bool:
+        """True for a file of ``beside``, or in a directory of it."""
+        return any(
+            file == name or (name[-1] == "/" and file.startswith(name)) for name in self.beside
+        )
+
+
+_SHARDS, _COMMON, _METADATA = ".distcp", "common.pt", (".metadata", "metadata.json")
+
+TORCH_DIST = Format(
+    "torch_dist", planned=True, stock=True, shards=_SHARDS, common=_COMMON, metadata=_METADATA
+)
+FOREIGN = Format(
+    "foreign",
+    foreign=True,
+    by_path=True,
+    shards=_SHARDS,
+    common=_COMMON,
+    metadata=_METADATA,
+    beside=("integrity.json", "tokenizer/"),  # of newer trainers
+)
+FILE = Format("file", by_one=True, inside=True)
+TREE = Format("tree", by_path=True, by_one=True)
+REPORT = Format("report", grouped=True, shards=_SHARDS, common=_COMMON)
 FORMATS = MappingProxyType({each.name: each for each in (TORCH_DIST, FOREIGN, FILE, TREE, REPORT)})
+
+
+def format_of(name: str) -> Format | None:
+    """The format of this name; None for one that this version does not have."""
+    return FORMATS.get(name)
+
+
+def is_reserved(file: str) -> bool:
+    """True for the last component of a name that some format keeps for its own files."""
+    return any(each.reserves(file) for each in FORMATS.values())
+
+
+def shard_endings() -> tuple[str, ...]:
+    """The endings that only shards have, of all formats."""
+    return tuple({each.shards for each in FORMATS.values() if each.shards})

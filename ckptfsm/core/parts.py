@@ -10,14 +10,10 @@ from operator import attrgetter
 from typing import Any
 
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.core.formats import FORMATS, TORCH_DIST, Format
+from ckptfsm.core.formats import FORMATS, TORCH_DIST, Format, format_of, is_reserved
 
 MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
-"""Names that the library or megatron-core writes into the directory of a torch_dist part."""
-
-_INTEGRITY = "integrity.json"  # newer trainers compare a checkpoint with it
 
 
 class Sent:
@@ -74,7 +70,7 @@ class PartSpec(Sent):
     @property
     def format(self) -> Format:
         """Raises ``ConfigError`` for the name of a format that this version does not have."""
-        found = FORMATS.get(self.kind)
+        found = format_of(self.kind)
         if found is None:
             raise ConfigError(
                 f"part {self.name!r} has the format {self.kind!r}, and this ckptfsm knows "
@@ -94,10 +90,6 @@ def is_part_name(text: str) -> bool:
     return bool(_PART_NAME.match(text))
 
 
-def _is_megatrons(name: str) -> bool:
-    return name in RESERVED or name == _INTEGRITY or name.endswith(".distcp")
-
-
 def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
     """Raise ``ConfigError`` unless the declared parts can live together in one checkpoint."""
     if not parts:
@@ -115,7 +107,7 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
         pieces = part.directory.split("/") if part.directory else []
         if any(p in ("", ".", "..") or p.startswith(".ckptfsm") for p in pieces):
             raise ConfigError(f"part directory {part.directory!r} is not allowed", part=part.name)
-        taken = [name for name in (part.name, *pieces) if _is_megatrons(name)]
+        taken = [name for name in (part.name, *pieces) if is_reserved(name)]
         if taken:
             raise ConfigError(
                 f"a part cannot be named {taken[0]!r}: megatron-core writes or reads such a file itself",

@@ -29,10 +29,7 @@ from ckptfsm.disk.durable import (
 )
 from ckptfsm.disk.inspection import check_sizes, dropped_parts
 from ckptfsm.disk.receipts import CheckedReceipt, Receipts
-from ckptfsm.disk.stock import COMMON, MAX_METADATA_BYTES
-
-_FOREIGN_METADATA = (".metadata", "metadata.json")
-_INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' finalizers leave them
+from ckptfsm.disk.stock import MAX_METADATA_BYTES
 
 
 @dataclass(slots=True)
@@ -117,7 +114,7 @@ class Assembly:
         location = join(self.directory, part.directory)
         if part.format.foreign:
             self._refuse_changed_common(part)
-            names = [*_FOREIGN_METADATA, *self._beside(part)]
+            names = [*part.format.metadata, *self._beside(part)]
             self.files += [self._entry_of(location, part, name) for name in names]
             return
         for name, content in self._metadata_of(part).items():
@@ -135,7 +132,7 @@ class Assembly:
 
         A second request for the same directory overwrites it before any check.
         """
-        name = join(part.directory, COMMON)
+        name = join(part.directory, part.format.common)
         path = join(self.directory, name)
         for entry in (entry for receipt in self.receipts for entry in receipt.files):
             if entry.name == name:
@@ -176,7 +173,7 @@ class Assembly:
             for name, stat in found
             if stat.kind == "file"
             and join(part.directory, name) not in claimed
-            and (name == _INTEGRITY or name.startswith(_TOKENIZER))
+            and part.format.is_beside(name)
         ]
 
     def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
@@ -187,7 +184,7 @@ class Assembly:
         # megatron-core does not fsync it: a power loss would empty it in a published checkpoint (I3).
         fsync_existing(self.storage, path)
         size = self.storage.stat(path).size
-        if size == 0 and not name.startswith(_TOKENIZER):  # some tokenizers have empty files
+        if size == 0 and "/" not in name:  # some tokenizers have empty files
             raise SaveFailed(f"the finalizers of {part.name} left an empty {name}", file=path)
         digest = self.storage.digest(path)
         return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)

@@ -21,7 +21,7 @@ from ckptfsm.core.evidence import (
     is_whole,
     why_not_whole,
 )
-from ckptfsm.core.formats import FILE, TREE
+from ckptfsm.core.formats import shard_endings
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
     MANIFEST,
@@ -35,7 +35,6 @@ from ckptfsm.core.layout import (
     TRASH,
     Layout,
     begun_name,
-    join,
     parse_aside,
     parse_attempt,
     parse_pin,
@@ -163,7 +162,7 @@ def check_extra_shards(storage: Storage, directory: str, files: Sequence[FileEnt
         base = f"{directory}/{inner}" if inner else directory
         for name in list_names(storage, base):
             relative = f"{inner}/{name}" if inner else name
-            if name.endswith(".distcp") and relative not in listed:
+            if relative not in listed and name.endswith(shard_endings()):
                 return f"{relative} is not of this checkpoint"
     return ""
 
@@ -280,14 +279,10 @@ def _comes_first(name: str) -> bool:
 
 def _is_cut_short(names: Iterable[str], checkpoint: Checkpoint) -> bool:
     """True if this attempt leaves these files before its metadata."""
-    parts = checkpoint.parts
-    plain = {join(part.directory, part.name) for part in parts if part.format is FILE}
-    inner = (f"{PRIVATE}/", *(f"{part.directory}/" for part in parts if part.format is TREE))
     return all(
-        path.startswith(inner)
-        or path in plain
-        or f"/{path}".endswith((".distcp", f"/{COMMON}"))
+        path.startswith(f"{PRIVATE}/")
         or TEMPORARY in path.rpartition("/")[2]
+        or any(part.format.is_early(path, part.name, part.directory) for part in checkpoint.parts)
         for path in names
     )
 

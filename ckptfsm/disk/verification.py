@@ -138,9 +138,9 @@ def strangers_in(storage: Storage, name: str, manifest: Manifest) -> tuple[str, 
 
 
 def _metadata(storage: Storage, name: str, manifest: Manifest) -> Iterator[str]:
-    """The reasons why a stock loader would refuse a torch_dist part, without unpickling freely."""
+    """The reasons why a stock loader would refuse a part that it reads, without unpickling freely."""
     for part in manifest.parts:
-        if part.spec().format.planned:
+        if part.spec().format.stock:
             verdict = inspect_stock(storage, join(name, part.directory))
             if not verdict.acceptable:
                 yield f"a stock loader would refuse part {part.name!r}: {verdict.reason}"

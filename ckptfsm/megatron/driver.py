@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
-from ckptfsm.core.formats import FILE, FOREIGN, TORCH_DIST, TREE
+from ckptfsm.core.formats import FOREIGN, TORCH_DIST
 from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
@@ -85,13 +85,13 @@ class MegatronDraft:
         forked = any(spec.format.foreign for spec in specs)
         self.held.promised = self.driver.promise.storages()
         if self.driver.copies is not None and not forked:
-            plans = [self.plans[spec.name] for spec in specs if spec.format is TORCH_DIST]
+            plans = [self.plans[spec.name] for spec in specs if spec.format.planned]
             values = (value for plan in plans for bucket in plan.buckets for _, value in bucket)
             self.held.device = self.driver.copies.begin(values)
         jobs: list[PartJob] = []
         for spec in specs:
             value = self.values[spec.name]
-            if spec.format is TORCH_DIST:
+            if spec.format.planned:
                 merged = planned[spec.name] if rank == spec.first_rank else None
                 part = stage_images(
                     spec,
@@ -103,15 +103,15 @@ class MegatronDraft:
                     held=self.held,
                 )
                 jobs.append(part)
-            elif spec.format in (FILE, TREE):
-                with no_collective(spec, rank):
-                    jobs.append(stage_file(spec, value, location, rank))
-            elif spec.format is FOREIGN:
+            elif spec.format.foreign:
                 foreign = stage_foreign(spec, value, rank, location, self.foreign)
                 if value.build is not None:  # made only now; a ready one was looked at before
                     check_request(read_back, spec.name, foreign.request.arguments, rank)
                 self.foreign.append(foreign)
                 jobs.append(foreign)
+            else:
+                with no_collective(spec, rank):
+                    jobs.append(stage_file(spec, value, location, rank))
         if self.held.device is not None:
             self.held.device.start()
         return tuple(jobs)
@@ -178,7 +178,7 @@ class MegatronDriver:
             plans = {
                 spec.name: self.planner.draft(spec.name, with_objects(values[spec.name]))
                 for spec in specs
-                if spec.format is TORCH_DIST
+                if spec.format.planned
             }
         ready = False
         for spec in specs:

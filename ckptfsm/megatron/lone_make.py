@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptfsm.core.errors import SaveFailed
-from ckptfsm.core.formats import TREE
 from ckptfsm.core.parts import PartSpec
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
@@ -25,7 +24,7 @@ _LOCAL = ("wait_tensor",)  # waits for a collective that began before
 @contextmanager
 def no_collective(spec: PartSpec, rank: int) -> Iterator[None]:
     """A block in which a collective with other ranks raises ``SaveFailed``, if one rank runs it."""
-    if spec.format is not TREE or spec.ranks is None or len(spec.ranks) > 1:
+    if not spec.format.by_path or spec.ranks is None or len(spec.ranks) > 1:
         yield
         return
     with _NoCollective(spec.name, rank):

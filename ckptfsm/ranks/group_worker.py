@@ -19,7 +19,7 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, WriterGone
-from ckptfsm.core.formats import REPORT, TORCH_DIST, TREE
+from ckptfsm.core.formats import REPORT
 from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
@@ -36,7 +36,7 @@ from ckptfsm.ranks.restoring import Restorer, refuse_unknown_parts, warn_of_rest
 from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.plain_files import FileTree, TreePart, UnmadePart
+from ckptfsm.writers.plain_files import TreePart, UnmadePart, file_spec
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -264,7 +264,8 @@ class BaseGroupWorker:
         spec = known.get(part, PartSpec(part, REPORT.name, part))
         shares = GroupParts.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
-        inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
+        specs = (file_spec(n, v) or PartSpec(n) for n, v in shares.values.items())
+        inner = tuple(map(shares.place, specs))
         with self._one_call.running():
             storage, calls = self._open(root), self._one_call
             restorer = Restorer(self._ports, storage, self._config, _no_coordinator, calls)
@@ -301,10 +302,6 @@ def _refuse_other_parts(parts: Sequence[PartSpec]) -> None:
                 f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
                 "the whole part that may be optional"
             )
-
-
-def _kind_of(value: Any) -> str:
-    return TREE.name if isinstance(value, FileTree) else TORCH_DIST.name
 
 
 def _no_coordinator(*arguments: Any) -> None:

@@ -36,7 +36,6 @@ from ckptfsm.core.errors import (
     WriterDied,
 )
 from ckptfsm.core.events import UNUSABLE
-from ckptfsm.core.formats import TREE
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.notes import Meter, Note, Refused, Stalled, Unpolled
 from ckptfsm.core.parts import AttemptId, PartSpec
@@ -565,7 +564,7 @@ class Participant:
         self._lone_makes = [
             (accepted.of, spec)
             for spec in accepted.parts
-            if spec.format is TREE and spec.ranks is not None and self._rank not in spec.ranks
+            if spec.format.by_path and spec.ranks is not None and self._rank not in spec.ranks
         ]
         self.show.begin(accepted, self._writers, self._share.progress)
         self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.errors import CkptFsmError
-from ckptfsm.core.layout import RECEIPTS, receipt_name, staging_dir
-from ckptfsm.core.parts import RESERVED, AttemptId
+from ckptfsm.core.formats import FORMATS
+from ckptfsm.core.layout import PRIVATE, RECEIPTS, receipt_name, staging_dir
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Identity, PartJob, RankJob
 from ckptfsm.core.retention import CheckpointInfo, Policy, immutable
 from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
@@ -149,7 +150,7 @@ def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost", *, ended: bool = 
         return
     receipt = decode(Receipt, storage.read(path, _LIMIT), path)
     for entry in receipt.files:
-        _refuse_name(entry.name, torch_dist=bool(receipt.results))
+        _refuse_name(entry.name, planned=bool(receipt.results))
         name = f"{_LOCATION}/{entry.name}"
         stat = lookup(storage, name)
         if stat is None or stat.kind != "file":
@@ -163,13 +164,14 @@ def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost", *, ended: bool = 
             raise Unsound(f"{when}: {name} is in no receipt: such a checkpoint is refused")
 
 
-def _refuse_name(name: str, *, torch_dist: bool) -> None:
+def _refuse_name(name: str, *, planned: bool) -> None:
     """Refuse a file name that a save overwrites or sweeps away.
 
-    Only a part with results may write ``common.pt``.
+    Only a ``planned`` part, which has results, may write the file that its ranks share.
     """
     last = name.rpartition("/")[2]
     if TEMPORARY in last:
         raise Unsound(f"{name}: files with {TEMPORARY!r} in their name are swept away")
-    if last in RESERVED and not (torch_dist and last == "common.pt"):
-        raise Unsound(f"{name}: a torch_dist save writes such a file itself")
+    for each in FORMATS.values():
+        if last in (PRIVATE, *each.metadata) or (last == each.common and not planned):
+            raise Unsound(f"{name}: a {each.name} save writes such a file itself")

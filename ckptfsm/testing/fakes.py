@@ -26,7 +26,6 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, RankFailed, SaveRefused
-from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import (
     Clock,
@@ -144,7 +143,7 @@ class FakeDraft:
             value = self.values[spec.name]
             if isinstance(value, FakeRequest):
                 jobs.append(FakeForeignPart(spec.name, spec.directory, rank, value))
-            elif spec.format in (FILE, TREE):
+            elif not spec.format.sharded:
                 jobs.append(stage_file(spec, value, location, rank))
             else:
                 before, first = self.driver.before_write, spec.first_rank

@@ -226,3 +226,18 @@ def test_public_names_are_the_same_for_people_and_for_type_checkers():
     }
     assert told == dict(ckptfsm._PLACES)
     assert list(ckptfsm.__all__) == list(ckptfsm._PLACES)
+
+
+def test_nobody_asks_for_a_format_by_its_name():
+    """Catches: a rule about a format that stands outside of ``core/formats.py``, and that the next
+    format is forgotten in."""
+    constants = {"TORCH_DIST", "FOREIGN", "FILE", "TREE", "REPORT"}
+    named = {
+        module
+        for module in MODULES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Compare)
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and inner.id in constants
+    }
+    assert named == set()

@@ -362,7 +362,7 @@ DOCUMENTS = (
     mutant(
         "extra-shards-pass",
         "disk.inspection:check_extra_shards",
-        'if name.endswith(".distcp") and relative not in listed:',
+        "if relative not in listed and name.endswith(shard_endings()):",
         "if False:",
         breaks="F21",
         source="F21",

@@ -790,8 +790,8 @@ FENCES = (
     mutant(
         "what-somebody-added-is-a-left-over",
         "disk.inspection:_is_cut_short",
-        "return all(\n    path.startswith(inner)",
-        "return any(\n    path.startswith(inner)",
+        'return all(\n    path.startswith(f"{PRIVATE}/")',
+        'return any(\n    path.startswith(f"{PRIVATE}/")',
         breaks="I1",
         source="F16",
         why="a stock trainer saved into the directory of a failed attempt, in an older format",
