@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
-from ckptfsm.core.formats import FORMATS, TORCH_DIST
+from ckptfsm.core.formats import FORMATS, TORCH_DIST, format_of
 from ckptfsm.core.layout import JOB_NAME, MEGATRON
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec
@@ -55,10 +55,14 @@ def _check_name(name: str) -> str:
     return name
 
 
+class _NewerFormat(ValueError):
+    """A part is in a format that this version does not know."""
+
+
 def _check_format(name: str) -> str:
-    """``name``, if it is that of a format. Raises ``ValueError`` for any other."""
-    if name not in FORMATS:
-        raise ValueError(f"a part in a format that this version does not know: {name!r}")
+    """``name``, if it is that of a format. Any other is a newer version's."""
+    if format_of(name) is None:
+        raise _NewerFormat(f"a part in a format that this version does not know: {name!r:.80}")
     return name
 
 
@@ -392,7 +396,7 @@ def checksum_of(data: bytes) -> str:
 def decode(model: type[D], data: bytes, file: str) -> D:
     """Parse ``data``, read from ``file``, and verify its checksum if it carries one.
 
-    Raises ``NewerSchema`` for a newer ``schema_version``, ``DamagedRoot`` for any other fault.
+    Raises ``NewerSchema`` for a newer ``schema_version`` or format, ``DamagedRoot`` for any other fault.
     """
     if data.startswith(_SEAL):
         end = len(_SEAL) + 8
@@ -403,14 +407,21 @@ def decode(model: type[D], data: bytes, file: str) -> D:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise_newer(data, file)
+        raise_newer(data, file, error)
         raise DamagedRoot(
             f"{model.__name__.lower()} is damaged: {first_problem(error)}", file=file
         ) from error
 
 
-def raise_newer(data: bytes, file: str) -> None:
-    """Raise ``NewerSchema`` if ``data`` says it has a newer schema than this library knows."""
+def raise_newer(data: bytes, file: str, error: ValidationError) -> None:
+    """Raise ``NewerSchema`` if ``data`` has a newer schema than this library knows, or a newer format.
+
+    ``error``: what its validation complained about.
+    """
+    for problem in error.errors(include_url=False, include_input=False):
+        found = problem.get("ctx", {}).get("error")
+        if isinstance(found, _NewerFormat):
+            raise NewerSchema(str(found), file=file, schema_version=SCHEMA_VERSION)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

@@ -110,7 +110,7 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
     try:
         return RECORD.validate_json(body)
     except ValidationError as error:
-        raise_newer(body, file)
+        raise_newer(body, file, error)
         raise JournalCorrupt(
             f"journal record is not one of ours: {first_problem(error)}", file=file, offset=offset
         ) from error

@@ -122,6 +122,15 @@ def test_F34_a_newer_schema_is_refused_as_newer(document, version):
     assert caught.value.schema_version == version and caught.value.file == "f"
 
 
+def test_F34_a_part_in_an_unknown_format_is_refused_as_newer():
+    """Catches: a whole checkpoint of a newer version that is called damaged, and put aside."""
+    value = json.loads(d.encode(MANIFEST))
+    value["parts"][0]["kind"] = "columns"
+    with pytest.raises(NewerSchema, match="does not know: 'columns'") as caught:
+        d.decode(d.Manifest, json.dumps(value).encode(), "f")
+    assert caught.value.file == "f"
+
+
 @pytest.mark.parametrize("version", [0, -1, "2", None, 1.5, [2]])
 def test_F30_a_nonsense_schema_version_is_damage(version):
     """Catches: any odd version taken for a newer one."""
