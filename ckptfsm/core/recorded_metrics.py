@@ -1,4 +1,4 @@
-"""Metrics that come after a save: checked here, journaled by the coordinator. Pure."""
+"""Metrics, of a save or recorded later: text names and numbers. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import ConfigError, one_line, shorten
 
 MOST = 100  # metrics of one call
 MOST_LETTERS = 200  # of a name
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
-    """``metrics`` as finite floats by name. Raises ``ConfigError`` for anything else.
+    """Metrics to record, as finite floats by name. Raises ``ConfigError`` for anything else.
 
     A value may be of any type that converts to a float, such as a tensor of one element.
     """
     if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= MOST:
         raise ConfigError(f"metrics are a mapping of 1 to {MOST} names to numbers")
-    return {_name(name): _number(name, value) for name, value in metrics.items()}
+    found = {_name(name): _number(name, value) for name, value in metrics.items()}
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"the metric {name!r} has to be a finite number", metric=name)
+    return found
+
+
+def measured(metrics: Any) -> tuple[tuple[str, float], ...]:
+    """The metrics of a save, sorted by name, as a request has them. Raises ``ConfigError``.
+
+    They may be NaN or infinite: a run that diverges does not lose its save.
+    """
+    if not isinstance(metrics or {}, Mapping):
+        raise ConfigError(
+            f"metrics are a mapping of names to numbers, not {one_line(repr(metrics))}"
+        )
+    return tuple(sorted((_name(n), _number(n, value)) for n, value in (metrics or {}).items()))
 
 
 def _name(name: Any) -> str:
@@ -32,13 +48,10 @@ def _name(name: Any) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    refused = ConfigError(f"the metric {name!r} has to be a finite number", metric=name)
-    if isinstance(value, (bool, str, bytes, bytearray)):
-        raise refused
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise refused from error
-    if not math.isfinite(number):
-        raise refused
-    return number
+        if isinstance(value, (bool, str, bytes, bytearray)):
+            raise TypeError("it only converts to a number")
+        return float(value)
+    except Exception as error:  # whatever a class raises that is no number
+        said = f"the metric {name!r} has to be a number, not {one_line(repr(value))}"
+        raise ConfigError(shorten(said), metric=name) from error

@@ -36,10 +36,10 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Ports
+from ckptfsm.core.recorded_metrics import measured
 from ckptfsm.core.requests import Accepted, Located, SaveRequest
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.participant import Hook
-from ckptfsm.ranks.proposal import measured
 from ckptfsm.ranks.session import Session, whole_step
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.ranks.wiring import system_ports

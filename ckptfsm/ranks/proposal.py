@@ -19,9 +19,9 @@ from ckptfsm.core.errors import (
     one_line,
     shorten,
 )
-from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.parts import OptionalPart, PartSpec, Sent, content_of
 from ckptfsm.core.ports import Draft, Driver
+from ckptfsm.core.recorded_metrics import measured
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.writers.plain_files import FileTree
 
@@ -137,23 +137,6 @@ def _place_of(error: BaseException) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(error.facts[name])) for name in ("part", "key"))
 
 
-def measured(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    """Metrics sorted by name, as a request has them. Raises ``ConfigError``."""
-    if not isinstance(metrics or {}, Mapping):
-        raise ConfigError(
-            f"metrics are a mapping of names to numbers, not {one_line(repr(metrics))}"
-        )
-    return tuple(sorted((str(n), _number(str(n), value)) for n, value in (metrics or {}).items()))
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except Exception as error:  # whatever a class raises that is no number
-        said = f"the metric {name!r} has to be a number, not {one_line(repr(value))}"
-        raise ConfigError(shorten(said), metric=name) from error
-
-
 def agree(proposals: Sequence[Proposal]) -> SaveRequest:
     """At rank 0: the request that all proposals agree on. Raises ``SaveRefused`` naming ranks."""
     first = proposals[0]
@@ -218,7 +201,7 @@ def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
                 rank=rank,
                 part=name,
             )
-    if first.format is FILE or (first.format is TREE and not _every_rank(name, found, proposals)):
+    if first.format.by_one and not _every_rank(name, found, proposals):
         return replace(first, ranks=(min(found),))
     if first.format.foreign and len(found) < len(proposals):
         raise SaveRefused(

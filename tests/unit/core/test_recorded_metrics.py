@@ -11,7 +11,7 @@ from ckptfsm.core.errors import ConfigError, IllegalTransition
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.recorded_metrics import MOST, MOST_LETTERS, check_metrics
+from ckptfsm.core.recorded_metrics import MOST, MOST_LETTERS, check_metrics, measured
 
 OF = AttemptId(5, 1, 1)
 
@@ -48,9 +48,23 @@ def test_numbers_of_any_type_become_floats():
 )
 def test_a_value_that_is_no_finite_number_is_refused(value):
     """Catches: NaN among the best, or a step that is kept for a metric that is no number."""
-    with pytest.raises(ConfigError, match="finite number") as caught:
+    with pytest.raises(ConfigError, match="has to be a (finite )?number") as caught:
         check_metrics({"loss": value})
     assert caught.value.metric == "loss"
+
+
+def test_the_metrics_of_a_save_are_sorted_and_may_be_nan():
+    """Catches: metrics in another order on another rank, which would be another request; a run that
+    diverges and loses its save; a metric that a save takes and ``record_metrics`` does not."""
+    assert measured({"loss": 1, "acc": 0.5}) == (("acc", 0.5), ("loss", 1.0))
+    assert measured(None) == measured({}) == ()
+    assert repr(measured({"loss": float("nan")})) == "(('loss', nan),)"
+    with pytest.raises(ConfigError, match="the metric 'loss' has to be a number, not 'low'"):
+        measured({"loss": "low"})
+    with pytest.raises(ConfigError, match="name of a metric"):
+        measured({3: 1.0})
+    with pytest.raises(ConfigError, match="a mapping of names to numbers"):
+        measured(3.0)
 
 
 @pytest.mark.parametrize("metrics", [None, [], {}, "loss", {f"m{i}": 1.0 for i in range(MOST + 1)}])

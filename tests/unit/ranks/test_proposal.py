@@ -11,7 +11,7 @@ import pytest
 from ckptfsm.core.errors import ConfigError, SaveRefused
 from ckptfsm.core.parts import AttemptId, OptionalPart, PartSpec, content_of
 from ckptfsm.core.requests import Accepted, SaveRequest
-from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, measured, name_parts, propose
+from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, name_parts, propose
 
 STATE = PartSpec("state")
 ACTOR = PartSpec("actor", directory="actor")
@@ -87,17 +87,6 @@ def test_functions_are_called_when_the_save_begins():
     found = name_parts(None, {"a": dict, "b": OptionalPart(list), "c": OptionalPart(3)})
     assert found["a"] == {} and found["b"] == OptionalPart([]) and found["c"] == OptionalPart(3)
     assert content_of(found["b"]) == [] and content_of(4) == 4
-
-
-def test_metrics_are_named_numbers():
-    """Catches: metrics in another order on another rank, which would be another request."""
-    assert measured({"loss": 1, "acc": 0.5}) == (("acc", 0.5), ("loss", 1.0))
-    assert measured(None) == ()
-    assert measured({3: True}) == (("3", 1.0),)
-    with pytest.raises(ConfigError, match="the metric 'loss' has to be a number, not 'low'"):
-        measured({"loss": "low"})
-    with pytest.raises(ConfigError, match="a mapping of names to numbers"):
-        measured(3.0)
 
 
 def test_a_proposal_says_all_that_the_draft_says():
