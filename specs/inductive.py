@@ -182,7 +182,7 @@ class Rule:
 P, T = Const("p", Checkpoint), Const("t", Checkpoint)
 R, Q = Const("r", Rank), Const("q", Report)
 S, NEWER = Const("s", Step), Const("newer_step", Step)
-FITS, HAS_NEWER, KEPT, FOUND = (Bool(n) for n in ("fits", "has_newer", "kept", "found_published"))
+FITS, HAS_NEWER, KEPT = (Bool(n) for n in ("fits", "has_newer", "kept"))
 SHOWN = Function("shown", Checkpoint, PlaceSort)  # where a power loss shows each directory
 SHOWN_OWNER, SHOWN_OTHER = Const("shown_owner", Checkpoint), Bool("shown_other")
 RECALLED = Function("recalled", Checkpoint, Rank, BOOL)  # forks that a snapshot remembers
@@ -577,9 +577,9 @@ ROWS = (
         FAILED,
         "cleaned",
         DISCARDED,
-        "never_published_and_writers_gone",
-        lambda w: And(Not(FOUND), _all_gone(w)),
-        looked_for_its_name=lambda w: (w.place(P) == PUBLISHED) == FOUND,
+        "every_writer_is_gone",
+        _all_gone,
+        left_its_name=lambda w: w.place(P) != PUBLISHED,
     ),
     *(
         _row(source, "found_published", FINALIZED, found_whole_when_opening=_found_whole)

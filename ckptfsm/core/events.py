@@ -178,10 +178,9 @@ class WritersLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cleaned(Event):
-    """A failed attempt's files are out of the way; ``published`` if its final name was found."""
+    """A failed attempt's files are out of the way. A directory found at its name is in quarantine."""
 
     name: ClassVar[str] = "cleaned"
-    published: bool = False
 
 
 UNUSABLE: Final = frozenset({"damaged", "missing"})

@@ -193,9 +193,9 @@ def a_newer_one_is_tracked_and_nothing_keeps_it(checkpoint: Checkpoint, event: S
     return event.newer_step is not None and event.newer_step > checkpoint.step and not event.kept_by
 
 
-def never_published_and_writers_gone(checkpoint: Checkpoint, event: Cleaned) -> bool:
-    """Nothing of it has its published name, and no writer of it can still write (I1)."""
-    return not event.published and checkpoint.gone == checkpoint.writers
+def every_writer_is_gone(checkpoint: Checkpoint, event: Cleaned) -> bool:
+    """No writer of it can still write (I1)."""
+    return checkpoint.gone == checkpoint.writers
 
 
 def writers_may_live(checkpoint: Checkpoint, event: WritersLost) -> bool:
@@ -281,7 +281,7 @@ TABLE: tuple[Row, ...] = (
     Row(S.FAILED, WriterGone, others_are_awaited, S.FAILED),
     Row(S.FAILED, WriterGone, it_was_the_last, S.FAILED, CleanUp),
     Row(S.FAILED, WritersLost, writers_may_live, S.FAILED, CleanUp),
-    Row(S.FAILED, Cleaned, never_published_and_writers_gone, S.DISCARDED),
+    Row(S.FAILED, Cleaned, every_writer_is_gone, S.DISCARDED),
     # Findings of a restart (I8).
     Row(S.REQUESTED, FoundPublished, None, S.FINALIZED, WriteTracker),
     Row(S.FORKED, FoundPublished, None, S.FINALIZED, WriteTracker),

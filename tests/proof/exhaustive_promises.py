@@ -388,7 +388,6 @@ def offers(checkpoint: Checkpoint) -> Iterator[Event]:
     yield Failed(of, "test")
     yield WritersLost(of)
     yield Cleaned(of)
-    yield Cleaned(of, published=True)
     yield Withdrawn(of, "damaged")
     yield Adopted(of)
 
@@ -522,7 +521,7 @@ def check_move(before: Checkpoint, event: Event, after: Checkpoint) -> None:
         newer = event.newer_step is not None and event.newer_step > before.step
         require(newer and not event.kept_by, "I7", what)
     if isinstance(event, Cleaned):
-        require(not event.published and after.gone == ranks, "I1", what)
+        require(after.gone == ranks, "I1", what)
 
 
 assert set(EVENTS) <= {type(e) for e in offers(lifecycle.absent(AttemptId(1, 1, 1)))}

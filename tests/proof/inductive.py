@@ -392,8 +392,8 @@ WORLD_SIZE = 2
 def random_ledger(rng: random.Random) -> Ledger:
     """Any few checkpoints in any states: most are unreachable, and the table must be right there too."""
     ledger = Ledger()
-    likely = (State.REQUESTED, *[State.FORKED] * 4, State.FAILED, *[State.SHARDS_WRITTEN] * 3)
-    likely = (*likely, *[State.TRACKED] * 8)
+    likely = (*[State.REQUESTED] * 5, *[State.FORKED] * 4, State.FAILED)
+    likely = (*likely, *[State.SHARDS_WRITTEN] * 3, *[State.TRACKED] * 8)
     for attempt in range(1, rng.randrange(5) + 1):
         of = AttemptId(rng.randrange(5), 1, attempt)
         state = rng.choice((*State, *likely))
@@ -445,7 +445,7 @@ def random_event(rng: random.Random, ledger: Ledger) -> Event:
             m.Failed(of, "writer_died"),
             m.WriterGone(of, rank),
             m.WritersLost(of),
-            m.Cleaned(of, rng.random() < 0.5),
+            m.Cleaned(of),
             m.Withdrawn(of, "damaged"),
             m.Adopted(of),
         )
@@ -488,7 +488,6 @@ def scope_of(ledger: Ledger, event: Event) -> Scope:
         "has_newer": newer is not None,
         "newer_step": 0 if newer is None else newer,
         "kept": bool(getattr(event, "kept_by", ())),
-        "found_published": getattr(event, "published", False),
     }
 
 

@@ -219,7 +219,6 @@ class LedgerMachine(RuleBasedStateMachine):
         for rank in sorted(c.writers - c.gone):
             assert isinstance(self.report(m.Cleaned(c.id)), Rejected), "cleaned under a writer"
             self.report(m.WriterGone(c.id, rank))
-        assert isinstance(self.report(m.Cleaned(c.id, published=True)), Rejected)
         self.post(m.Cleaned(c.id))
         assert c.id not in self.ledger.checkpoints
 

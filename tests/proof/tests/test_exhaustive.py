@@ -32,7 +32,7 @@ def superseded_unguarded(monkeypatch):
 
 
 def cleaned_unguarded(monkeypatch):
-    without_guard(monkeypatch, lifecycle.never_published_and_writers_gone)
+    without_guard(monkeypatch, lifecycle.every_writer_is_gone)
 
 
 def two_in_flight(monkeypatch):

@@ -77,7 +77,6 @@ def events(of: AttemptId = OF) -> list[Event]:
         m.Failed(of, "writer_died"),
         m.WritersLost(of),
         m.Cleaned(of),
-        m.Cleaned(of, published=True),
         m.Withdrawn(of, "rollback"),
         m.Withdrawn(of, "damaged"),
         m.Adopted(of),
@@ -153,7 +152,7 @@ def reference(c: Checkpoint, e: Event) -> tuple[State, type[m.Command] | None] |
             return S.FAILED, (m.CleanUp if c.gone | {e.rank} == {0, 1} else None)
         case m.WritersLost() if c.state is S.FAILED and c.gone != {0, 1}:
             return S.FAILED, m.CleanUp
-        case m.Cleaned() if c.state is S.FAILED and c.gone == {0, 1} and not e.published:
+        case m.Cleaned() if c.state is S.FAILED and c.gone == {0, 1}:
             return S.DISCARDED, None
         case m.Withdrawn() if c.state in (S.TRACKED, S.FINALIZED, S.PRUNABLE):
             return S.QUARANTINED, m.Quarantine
