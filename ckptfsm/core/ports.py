@@ -226,10 +226,11 @@ class Transport(Protocol):
 
 
 class PartFinisher(Protocol):
-    """Completes a part from the results of its ranks; pure, so that a restart can do it too.
+    """Completes a ``planned`` part from the results of its ranks; pure: a restart can do it too.
 
-    ``planned`` is the metadata that the writer of the part's first rank left, ``location`` the
-    absolute path that the part will have. Returns the files to put there, in writing order.
+    Args: the content of the part's planned file, the ``Written.results`` of each rank, in the order of
+    ranks, and the absolute path that the part will have. Results were JSON meanwhile, so tuples inside
+    a row are lists. Returns the files to put into the part's directory, in writing order.
     """
 
     def __call__(
@@ -238,10 +239,17 @@ class PartFinisher(Protocol):
 
 
 class Written(NamedTuple):
-    """The output of a part: its files (relative to the step's directory) and its result rows.
+    """The output of a share; its receipt has the files and the results.
 
-    ``payload`` goes back to the rank, for the finalizers of a foreign part. ``dropped`` says why an
-    optional part was left out.
+    - ``files``: every file that it wrote, relative to the step's directory and fsynced. A file that no
+      receipt lists fails the checkpoint. ``writers.shard_file.ShardFile`` makes file and entry.
+    - ``results``: rows of JSON values for the finisher, such as where each value lies.
+    - ``payload`` goes back to the rank that forked the writer (foreign parts need it to finalize).
+    - ``dropped`` says why an optional part was left out.
+
+    The first rank of a ``planned`` part also writes its metadata of ``Driver.merge``, empty or not, as
+    ``layout.planned_name(part)``, which is ``.ckptfsm/planned/<part>.bin``, and lists it in ``files``.
+    Without it a restart cannot complete the part.
     """
 
     files: tuple[FileEntry, ...]
@@ -266,7 +274,11 @@ class PartJob:
     """The copies that fill memory of the images; None if it has the state already."""
 
     def write(self, storage: Storage, location: str) -> Written:
-        """Write the part below ``location``, the step's directory; every file fsynced."""
+        """Write the part below ``location``, the step's directory; every file fsynced.
+
+        ``directory`` is there; the names in it become durable afterwards. A directory outside of it
+        is the share's to make and to fsync.
+        """
         raise NotImplementedError
 
     @property
@@ -456,7 +468,8 @@ class Draft(Protocol):
         """Bring the data of these parts, in order, to memory that the writer gets.
 
         ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
-        ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is.
+        ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is. The shares of
+        those put it into their planned file, see ``Written``.
         """
 
     def changed(self) -> str:
@@ -484,9 +497,10 @@ class Finalizer(NamedTuple):
 class Survey(NamedTuple):
     """The comparison of the state that one rank wants to load with the checkpoint.
 
-    - ``missing``: keys of sharded objects that the checkpoint does not have in this sharding.
-    - ``shardings``: for each part, the regions that its shards cover, in the driver's format.
-    - ``stored``: at rank 0, the keys that the checkpoint has, for each part.
+    - ``missing``: keys that this rank asks for and cannot load in its sharding, all of them droppable.
+    - ``shardings``: for each part, what this rank asks for, as ``Driver.check`` takes it.
+    - ``stored``: for each part, the keys that the checkpoint has. The same on every rank, so only
+      rank 0 fills it.
     """
 
     missing: set[str]
@@ -518,7 +532,12 @@ class VerifiedReading(Protocol):
 
 
 class Driver(Protocol):
-    """Turns a trainer's state into parts that can be written, and back. Only megatron/ has torch."""
+    """Turns a trainer's state into parts that can be written, and back. Only megatron/ has torch.
+
+    A save calls ``draft``, ``merge``, ``Draft.stage`` and ``PartJob.write``. A restore calls
+    ``plan_reading``, ``survey``, ``check`` and ``load``. ``finishers`` has the one of each ``planned``
+    format, by its name. CONTRIBUTING.md has a recipe.
+    """
 
     finishers: Mapping[str, PartFinisher]
 
@@ -546,15 +565,17 @@ class Driver(Protocol):
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
-        """Compare the state that this rank wants to load with the checkpoint in ``directories`` (local).
+        """Compare the state that this rank wants to load with the checkpoint in ``directories``.
 
-        Raises ``RestoreFailed`` for a key that does not fit and is not droppable.
+        Local. ``droppable`` are the keys that the user allows to leave out (``reshard_drops``). Raises
+        ``RestoreFailed`` for a key that does not fit and is not droppable.
         """
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> set[str]:
         """At rank 0: raise if the ranks' states do not fit together, apart from the keys to drop.
 
-        Returns the keys of the checkpoint that no rank asks for.
+        ``drop``: the keys that some rank cannot load. Every rank leaves them out. Returns the keys of
+        the checkpoint that no rank asks for.
         """
 
     def plan_reading(
@@ -573,7 +594,11 @@ class Driver(Protocol):
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:
-        """Load each part from its absolute directory, without the keys to drop (collective)."""
+        """Load each part from its absolute directory, without the keys to drop (collective).
+
+        Returns the loaded state of each part. It may fill the tensors of ``parts`` or return new ones:
+        the caller goes on with what is returned.
+        """
 
 
 class DeferredSignals(Protocol):
