@@ -45,8 +45,7 @@ def take_root(
             return open_root(storage, identity, above=above, takeover=takeover), before
         except RootBusy as busy:
             host, pid = busy.facts.get("host"), busy.facts.get("pid")
-            by_this_process = is_owned_here(storage, identity)
-            if by_this_process or clock.monotonic() >= deadline:
+            if is_owned_here(storage, identity) or clock.monotonic() >= deadline:
                 raise
             if not waits:
                 said = f"{busy.message}: waiting for it, at most {wait_s:g} s"
@@ -78,12 +77,11 @@ def refuse_unfinishable(
     for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
         for part in checkpoint.parts:
             if part.format.planned and part.kind not in finishers:
-                needs, by_hand = "torch", _by_hand(storage, layout)
-                if not part.format.stock:
-                    needs, by_hand = f"the driver of {part.kind!r}", "(root, driver=...)"
+                needs = "torch" if part.format.stock else f"the driver of {part.kind!r}"
+                how = _by_hand(storage, layout) if part.format.stock else ""
                 raise ConfigError(
                     f"step {checkpoint.step} was written, and its part {part.name!r} needs {needs} to "
-                    f"be completed: open the root once with CheckpointManager{by_hand}",
+                    f"be completed: open the root once with CheckpointManager{how}",
                     step=checkpoint.step,
                     part=part.name,
                 )

@@ -8,6 +8,7 @@ here. So a process without torch can list, verify, publish and delete what a dri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 
@@ -31,7 +32,7 @@ class Format:
     - ``shards``: the ending that only files of ranks have, "" if there is none.
     - ``common``: the file with the values that all ranks share, "" if there is none.
     - ``metadata``: the files that complete the part.
-    - ``beside``: further files that finalizers may leave. A directory ends with ``/``.
+    - ``beside``: patterns of further files that finalizers may leave.
     """
 
     name: str
@@ -56,10 +57,6 @@ class Format:
         """True for the last component of a name under which ranks write, before the part is complete."""
         return file == self.common or bool(self.shards and file.endswith(self.shards))
 
-    def reserves(self, file: str) -> bool:
-        """True for the last component of a name that no part may have."""
-        return self.is_share(file) or file in (*self.metadata, *self.beside)
-
     def is_early(self, path: str, part: str, directory: str) -> bool:
         """True if the part of this name and directory may leave ``path`` before it is complete."""
         if self.inside:
@@ -69,10 +66,7 @@ class Format:
         return bool(directory) and path.startswith(f"{directory}/")
 
     def is_beside(self, file: str) -> bool:
-        """True for a file of ``beside``, or in a directory of it."""
-        return any(
-            file == name or (name[-1] == "/" and file.startswith(name)) for name in self.beside
-        )
+        return any(fnmatchcase(file, pattern) for pattern in self.beside)
 
 
 _SHARDS, _COMMON, _METADATA = ".distcp", "common.pt", (".metadata", "metadata.json")
@@ -87,7 +81,7 @@ FOREIGN = Format(
     shards=_SHARDS,
     common=_COMMON,
     metadata=_METADATA,
-    beside=("integrity.json", "tokenizer/"),  # of newer trainers
+    beside=("integrity.json", "tokenizer/*"),  # of newer trainers
 )
 FILE = Format("file", by_one=True, inside=True)
 TREE = Format("tree", by_path=True, by_one=True)
@@ -102,9 +96,11 @@ def format_of(name: str) -> Format | None:
 
 def is_reserved(file: str) -> bool:
     """True for the last component of a name that some format keeps for its own files."""
-    return any(each.reserves(file) for each in FORMATS.values())
+    return any(
+        each.is_share(file) or file in (*each.metadata, *each.beside) for each in FORMATS.values()
+    )
 
 
-def shard_endings() -> tuple[str, ...]:
-    """The endings that only shards have, of all formats."""
-    return tuple({each.shards for each in FORMATS.values() if each.shards})
+def is_shard(file: str) -> bool:
+    """True for a name with an ending that only shards of some format have."""
+    return any(each.shards and file.endswith(each.shards) for each in FORMATS.values())

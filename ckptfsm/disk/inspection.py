@@ -21,7 +21,7 @@ from ckptfsm.core.evidence import (
     is_whole,
     why_not_whole,
 )
-from ckptfsm.core.formats import shard_endings
+from ckptfsm.core.formats import is_shard
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
     MANIFEST,
@@ -162,7 +162,7 @@ def check_extra_shards(storage: Storage, directory: str, files: Sequence[FileEnt
         base = f"{directory}/{inner}" if inner else directory
         for name in list_names(storage, base):
             relative = f"{inner}/{name}" if inner else name
-            if relative not in listed and name.endswith(shard_endings()):
+            if relative not in listed and is_shard(name):
                 return f"{relative} is not of this checkpoint"
     return ""
 

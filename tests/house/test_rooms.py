@@ -51,6 +51,7 @@ HARMLESS = {
     "dataclasses",
     "difflib",
     "enum",
+    "fnmatch",
     "functools",
     "itertools",
     "json",

@@ -354,7 +354,7 @@ DOCUMENTS = (
     mutant(
         "extra-shards-pass",
         "disk.inspection:check_extra_shards",
-        "if relative not in listed and name.endswith(shard_endings()):",
+        "if relative not in listed and is_shard(name):",
         "if False:",
         breaks="F21",
         source="F21",

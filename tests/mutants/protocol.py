@@ -1482,7 +1482,7 @@ FENCES = (
     mutant(
         "a-start-does-not-wait-for-a-command",
         "coordinator.opening:take_root",
-        "if by_this_process or clock.monotonic() >= deadline:",
+        "if is_owned_here(storage, identity) or clock.monotonic() >= deadline:",
         "if True:",
         breaks="F12",
         source="order",
