@@ -383,6 +383,15 @@ DOCUMENTS = (
         breaks="F34",
         source="F34",
     ),
+    mutant(
+        "a-newer-format-is-a-damaged-one",
+        "core.documents:raise_newer",
+        "if isinstance(found, _NewerFormat):",
+        "if False:",
+        breaks="F34",
+        source="F34",
+        why="an older version puts a newer one's checkpoints aside",
+    ),
 )
 
 MUTANTS = (*TABLE, *LEDGER, *RECOVERY, *DOCUMENTS)
