@@ -67,12 +67,11 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checks": ("assert_policy_sound", "assert_writer_sound", "Unsound"),
         "conformance": ("assert_journal_conforms", "Conformance", "JournalViolation"),
         "invariants": ("check_root", "check_directory", "RootBroken"),
-        "strategies": ("steps", "layouts", "policies", "checkpoint_infos", "ledgers", "evidences"),
+        "strategies": ("steps", "policies", "checkpoint_infos"),
         "simfs": ("SimDisk", "SimStorage", "ProcessDead"),
         "faults": ("FaultStorage", "fail_at", "crash_at", "pause_at"),
         "harness": ("FakeJob", "FakePart", "fake_content", "SimClock"),
-        "writers": ("SimWriters",),
-        "fakes": ("fake_ports", "ThreadTransport", "run_ranks"),
+        "fakes": ("FifoGate",),
     }
 )
 _WARNINGS = (

@@ -23,12 +23,13 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from fakes import fake_ports  # noqa: E402
+
 from ckptfsm.core.config import make_config  # noqa: E402
 from ckptfsm.core.layout import PRIVATE, TRACKER, TRASH  # noqa: E402
 from ckptfsm.core.retention import LatestN  # noqa: E402
 from ckptfsm.disk.setting_aside import Mover  # noqa: E402
 from ckptfsm.ranks.manager import Manager  # noqa: E402
-from ckptfsm.testing.fakes import fake_ports  # noqa: E402
 
 STEPS = (10, 20, 30)
 LATE_S = 600  # seconds after which a process that was left behind ends by itself

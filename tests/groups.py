@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fakes import FakeDriver, ThreadGroup, fake_ports
+
 from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Ports
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
-from ckptfsm.testing.fakes import FakeDriver, ThreadGroup, fake_ports
 from ckptfsm.writers.plain_files import FilesDriver
 
 SETTINGS: Mapping[str, Any] = {

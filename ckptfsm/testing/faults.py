@@ -8,13 +8,13 @@ that no ``finally`` of the dead process cleans up. It may kill the process for r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.core.ports import FileKind, FileStat, Storage
-from ckptfsm.testing.one_by_one import contents_of, entries_of, kinds_of
+from ckptfsm.core.ports import Storage
+from ckptfsm.testing.one_by_one import OneByOne
 from ckptfsm.testing.simfs import ProcessDead
 
 Hook = Callable[[int, str, str], None]
@@ -48,7 +48,7 @@ def _passed_on(method: str) -> Any:
     return call
 
 
-class FaultStorage:
+class FaultStorage(OneByOne):
     """``Storage`` that counts every changing call of ``inner`` and calls hooks around it.
 
     Attributes: ``calls`` is the list of (method, path) so far. A hook gets the index of its call in
@@ -109,17 +109,6 @@ class FaultStorage:
         handle = self.inner.open_reading(path, direct=direct)
         self._reading.add(handle)
         return handle
-
-    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        return entries_of(self, path)
-
-    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        return kinds_of(self, path)
-
-    def read_each(
-        self, directory: str, names: Iterable[str], limit: int
-    ) -> Iterator[tuple[str, bytes]]:
-        return contents_of(self, directory, names, limit)
 
     def close_root(self) -> None:
         self.inner.close_root()

@@ -27,12 +27,12 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 from ckptfsm.adapters.posix_storage import digest_of, split_entry, split_path
-from ckptfsm.core.ports import FileKind, FileStat
-from ckptfsm.testing.one_by_one import contents_of, entries_of, kinds_of
+from ckptfsm.core.ports import FileStat
+from ckptfsm.testing.one_by_one import OneByOne
 
 BLOCK_BYTES = 512  # the unit that a disk writes at once
 _DEVICE = 1
@@ -481,7 +481,7 @@ class SimDisk:
         self.used = sum(len(node.data) for node in found if isinstance(node, _File))
 
 
-class SimStorage:
+class SimStorage(OneByOne):
     """``Storage`` of one simulated process on a ``SimDisk``.
 
     Two instances with the same process name are the same process. Once it was killed (or the power
@@ -558,11 +558,6 @@ class SimStorage:
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         return bytes(self._regular(path).data[offset : offset + max(limit, 0)])
 
-    def read_each(
-        self, directory: str, names: Iterable[str], limit: int
-    ) -> Iterator[tuple[str, bytes]]:
-        return contents_of(self, directory, names, limit)
-
     def digest(self, path: str) -> str:
         return digest_of(self._regular(path).data)
 
@@ -632,12 +627,6 @@ class SimStorage:
 
     def listdir(self, path: str) -> list[str]:
         return sorted(self._directory(path, split_path(path)).entries)
-
-    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        return entries_of(self, path)
-
-    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        return kinds_of(self, path)
 
     def stat(self, path: str) -> FileStat:
         if not split_path(path):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
+
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import WriterDied
 from ckptfsm.core.layout import MEGATRON, TRACKER
@@ -17,7 +19,6 @@ from ckptfsm.core.ledger import Rejected
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimStorage

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from greenlet import getcurrent, greenlet
 
 from ckptfsm.core.config import make_config
@@ -17,7 +18,6 @@ from ckptfsm.core.layout import MEGATRON, TRACKER, TRASH
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import put
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import SimDisk, SimStorage

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fakes import FakeDriver, FakeRequest, ShiftedClock, fake_ports
 from proof.coverage import Coverage
 
 from ckptfsm.adapters.fork import Child
@@ -38,7 +39,7 @@ from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
-from ckptfsm.testing.fakes import FakeDriver, FakeRequest, FifoGate, ShiftedClock, fake_ports
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

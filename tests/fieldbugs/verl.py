@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fakes import FakeDraft, FakeDriver, FakeRequest
+
 from ckptfsm.core.errors import PollMissingWarning, StepExistsError, StepNotFoundError, WriterDied
 from ckptfsm.core.layout import JOURNAL, STAGING, TRACKER
-from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.harness import check_root
 from ckptfsm.testing.simfs import ProcessDead

@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from fakes import FakeDraft, FakeDriver, fake_ports
 from inline import InlineExecutor
 from proof.sim.answers import HandedOn
+from sim_writers import PlainCount
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.documents import TransitionRecord
@@ -33,11 +35,9 @@ from ckptfsm.disk.journal import read_history
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import GroupPart, GroupSave
-from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.testing.writers import PlainCount
 from ckptfsm.writers.plain_files import FilesDriver
 from ckptfsm.writers.rank_writer import write_rank
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver, fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.adapters.fork import Child, fork_child
@@ -24,7 +25,6 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import RankJob, Storage
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.rank_writer import launch_forked
 

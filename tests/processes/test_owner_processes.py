@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fakes import fake_ports
 from managers import QUICK
 
 from ckptfsm.core.config import make_config
@@ -21,7 +22,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import TRASH
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 
 COPIES = """
 import shutil, sys, time

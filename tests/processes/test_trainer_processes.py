@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver, fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.core.config import make_config
@@ -19,7 +20,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports
+from ckptfsm.testing.fakes import FifoGate
 
 SIGNALS = """
 import os, signal, sys

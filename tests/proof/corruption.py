@@ -33,6 +33,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fakes import FakeDriver, fake_ports
 from inline import InlineExecutor
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -69,7 +70,6 @@ from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.fakes import FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.harness import FakeJob, SimClock
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ import ckptfsm.core.documents as documents
 import ckptfsm.disk.journal as journal
 from ckptfsm.core.errors import Fenced
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.ports import FileKind, FileStat
+from ckptfsm.core.ports import FileStat
 from ckptfsm.core.rollback import NO_INTENT, Intent
-from ckptfsm.testing.one_by_one import contents_of, kinds_of
+from ckptfsm.testing.one_by_one import OneByOne
 
 _PUBLISHED = frozenset({State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED})
 Hook = Callable[[str, tuple[Any, ...]], None]
@@ -98,7 +98,7 @@ def tree(**files: bytes) -> Dir:
     return Dir(dict(files))
 
 
-class Disk:
+class Disk(OneByOne):
     """``Storage`` over a tree. ``hook`` is called before every change and every ``fsync``."""
 
     def __init__(self, value: Dir, hook: Hook) -> None:
@@ -172,13 +172,6 @@ class Disk:
     def listdir(self, path: str) -> list[str]:
         return sorted(self._dir(path).names)
 
-    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        for name in self.listdir(path):
-            yield name, self.stat(f"{path}/{name}" if path else name)
-
-    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        return kinds_of(self, path)
-
     def stat(self, path: str) -> FileStat:
         node = self.value.get(path)
         if node is None:
@@ -187,11 +180,6 @@ class Disk:
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         return self._file(path)[offset : offset + limit]
-
-    def read_each(
-        self, directory: str, names: Iterable[str], limit: int
-    ) -> Iterator[tuple[str, bytes]]:
-        return contents_of(self, directory, names, limit)
 
     def free_bytes(self) -> int:
         return 1 << 40

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fakes import fake_ports
 from groups import Group
 
 import ckptfsm
@@ -44,7 +45,6 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.conformance import assert_journal_conforms
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.writers.plain_files import FilesDriver
 from proof.layer import SMALL, Budget, LayerResult, Violation, timed
 from proof.sigint import run_signals

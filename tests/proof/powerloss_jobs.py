@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fakes import FakeDraft, FakeDriver, ThreadTransport, fake_ports, run_ranks
+
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
@@ -23,7 +25,6 @@ from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.disk.journal import read_history
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, RootBroken, check_root, fake_content
 from proof.coverage import Coverage, watch_moves

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from fakes import FakeDraft, FakeDriver, ShiftedClock, fake_ports
+
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import TransitionRecord
@@ -28,7 +30,6 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, PartJob, Storage
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, fake_content
 from proof.coverage import watch_moves

@@ -21,7 +21,7 @@ import os
 import signal
 import struct
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,9 +31,9 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import Checkpoint, State, find_row
-from ckptfsm.core.ports import FileKind, FileStat
+from ckptfsm.core.ports import FileStat
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.one_by_one import contents_of, kinds_of
+from ckptfsm.testing.one_by_one import OneByOne
 from proof.coverage import Coverage
 
 Role = Literal["trainer", "writer"]
@@ -84,7 +84,7 @@ class Site:
         return f"PYTHONPATH=tests python -m proof.processes {' '.join(words)}"
 
 
-class Disk(PosixStorage):
+class Disk(OneByOne, PosixStorage):
     """The real disk. A write can be cut; ``synced=False`` leaves out the calls that only power loss
     shows.
 
@@ -131,21 +131,9 @@ class Disk(PosixStorage):
         self._maybe_fail("listdir", path)
         return super().listdir(path)
 
-    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        for name in self.listdir(path):  # by calls that fail
-            yield name, self.stat(f"{path}/{name}" if path else name)
-
-    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
-        return kinds_of(self, path)
-
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._maybe_fail("read", path)
         return super().read(path, limit, offset)
-
-    def read_each(
-        self, directory: str, names: Iterable[str], limit: int
-    ) -> Iterator[tuple[str, bytes]]:
-        return contents_of(self, directory, names, limit)
 
     def digest(self, path: str) -> str:
         self._maybe_fail("digest", path)

@@ -18,7 +18,8 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import IN_FLIGHT, Checkpoint, State
 from ckptfsm.core.recovery import forget_moved, plan
 from ckptfsm.core.retention import describe_tracked
-from ckptfsm.testing.strategies import evidences, ledgers, policies, steps
+from ckptfsm.testing.strategies import policies, steps
+from proof.drawn_roots import evidences, ledgers
 
 RESUME = st.sampled_from(("strict", "fallback", "fresh"))
 EPOCH = 3

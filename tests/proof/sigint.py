@@ -26,12 +26,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fakes import FakeDriver, fake_ports
+
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
-from ckptfsm.testing.fakes import FakeDriver, fake_ports
 from proof.layer import LayerResult, Violation
 
 HANGS_S = 90.0  # a rank that does not end this long after its time is taken for hung

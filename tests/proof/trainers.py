@@ -12,6 +12,7 @@ import random
 import warnings
 from dataclasses import replace
 
+from fakes import FakeDriver, FakeShard, fake_ports
 from hypothesis import strategies as st
 from hypothesis import target
 from hypothesis.stateful import (
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
     rule,
 )
 from inline import InlineExecutor
+from sim_writers import SimWriters
 
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
@@ -43,12 +45,10 @@ from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
-from ckptfsm.testing.fakes import FakeDriver, FakeShard, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, SimClock, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.testing.strategies import policies
-from ckptfsm.testing.writers import SimWriters
 
 CODES = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EINTR)
 RATES = (0.0, 0.0, 0.005, 0.03)

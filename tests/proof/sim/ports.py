@@ -20,7 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from inline import NoDeferredSignals, run_into
+from sim_writers import PlainCount
 
 from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.core.events import Event, ShardReported, WriterForked
@@ -37,11 +39,9 @@ from ckptfsm.core.ports import (
 )
 from ckptfsm.disk.durable import write_all
 from ckptfsm.ranks.group_worker import GroupShare
-from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
 from ckptfsm.testing.simfs import ProcessDead
-from ckptfsm.testing.writers import PlainCount
 from ckptfsm.writers.plain_files import digests_of_bytes
 from ckptfsm.writers.rank_writer import FilePart, write_rank
 from ckptfsm.writers.shard_file import ShardFile

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
+from fakes import fake_ports
 from managers import QUICK, weights
 from real_roots import TREE, crashed, real_job, real_root
 
@@ -27,7 +28,6 @@ from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inbox import Inbox, send, take_back
 from ckptfsm.disk.setting_aside import Mover
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob, SimClock
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
+from fakes import fake_ports
 from managers import QUICK
 from real_roots import TREE, crashed, real_job, real_root
 from strangers import newer_files, stock_saves
@@ -26,7 +27,6 @@ from ckptfsm.core.layout import MEGATRON, TRACKER
 from ckptfsm.disk.inspection import inspect_published, read_tracker
 from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FIRST, FakeJob
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 

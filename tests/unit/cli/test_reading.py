@@ -12,6 +12,7 @@ from signal import SIGINT
 
 import pytest
 from cli_runs import ran, said
+from fakes import fake_ports
 from managers import QUICK, weights
 from real_roots import TREE, crashed, real_job, real_root
 from strangers import newer_files
@@ -31,7 +32,6 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.follow.jobs import JobRecords
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob
 
 

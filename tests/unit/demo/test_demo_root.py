@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fakes import fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.core.config import make_config
@@ -13,7 +14,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.demo.run import DemoOptions, _fresh_root
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 
 
 def test_I1_the_demo_leaves_a_living_jobs_root_alone(tmp_path: Path, monkeypatch):

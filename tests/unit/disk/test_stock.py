@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import fake_ports
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from snapshots import files_of
@@ -36,7 +37,6 @@ from ckptfsm.core.ports import FileStat
 from ckptfsm.disk.pickle_stubs import ALLOWED_GLOBALS, Stub, load_metadata_stub
 from ckptfsm.disk.stock import COMMON_KEY, StockVerdict, inspect_stock
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 
 pytestmark = pytest.mark.megatron
 

@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import ThreadTransport, run_ranks
 
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.core.config import CheckpointConfig
@@ -40,7 +41,6 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import STAGING, TRACKER
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.disk.stock import COMMON_KEY
-from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 from ckptfsm.writers import rank_writer
 
 PATIENCE_S = 20.0

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+from fakes import FakeDriver, fake_ports
 from managers import QUICK, weights
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -25,7 +26,6 @@ from ckptfsm.integrations.metrics.prometheus import PrometheusMetrics
 from ckptfsm.integrations.metrics.scalars import TensorBoardScalars, WandbScalars, scalars_of
 from ckptfsm.integrations.metrics.spans import CheckpointSpans
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, fake_ports
 
 S = State
 MINUTE = 1767225600.0  # 2026-01-01T00:00:00+00:00

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import fake_ports
 from groups import SETTINGS
 from proof.fuzz import _CONFIG, common_archive, written_metadata
 
@@ -35,7 +36,7 @@ from ckptfsm.integrations.verl import mirror, uploads
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.testing.fakes import FifoGate, fake_ports
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FilesDriver
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fakes import ThreadGroup
 
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import CkptFsmError, ConfigError, RankInterrupted, SaveFailed
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
-from ckptfsm.testing.fakes import ThreadGroup
 
 
 def together(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import FakeDriver, fake_ports
 from groups import SETTINGS
 
 from ckptfsm.core.config import CheckpointConfig, make_config
@@ -31,7 +32,7 @@ from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, attach
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
-from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports
+from ckptfsm.testing.fakes import FifoGate
 
 
 class Conf(dict):

@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from fakes import run_ranks
 
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import OneRank
 from ckptfsm.megatron import mailbox
 from ckptfsm.megatron.mailbox import Outbox, ReportServer, encoded, mailbox_of, sealed, unsealed
-from ckptfsm.testing.fakes import run_ranks
 
 WAIT_S = 15.0
 OF = AttemptId(5, 1, 2)

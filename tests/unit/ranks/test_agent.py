@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
@@ -18,7 +19,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ports import Mailbox, OneRank
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, FifoGate, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.fakes import FifoGate
 
 WAIT_S = 15.0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import make_config
@@ -17,7 +18,6 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.ranks.comparing import Comparison, Difference
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.proposal import Proposal
-from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.writers.plain_files import FileTree
 
 QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeDriver, FakeRequest, ThreadGroup, ThreadTransport, fake_ports, run_ranks
 from groups import GroupJob
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -23,14 +24,6 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import (
-    FakeDriver,
-    FakeRequest,
-    ThreadGroup,
-    ThreadTransport,
-    fake_ports,
-    run_ranks,
-)
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FileTree, TreePart, around
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeDraft, fake_ports
 from groups import SETTINGS, Group, GroupJob
 from managers import (
     Elastic,
@@ -56,7 +57,7 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.tickets import GroupPart
-from ckptfsm.testing.fakes import FakeDraft, FifoGate, fake_ports
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.plain_files import FileTree
 from ckptfsm.writers.rank_writer import RankWriter, launch_forked

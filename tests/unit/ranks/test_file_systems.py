@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from fakes import fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -16,7 +17,6 @@ from ckptfsm.core.layout import EPOCHS, STAGING, TRASH
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.trash import require_rename
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead
 

@@ -2,7 +2,7 @@
 disk.
 
 Each test names the bugs that it would catch. Only the state is made up: see
-``ckptfsm.testing.fakes``.
+``fakes``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import (
+    FakeDraft,
+    FakeDriver,
+    FakeRequest,
+    ShiftedClock,
+    ThreadTransport,
+    fake_ports,
+    run_ranks,
+)
 from inline import InlineExecutor
 from managers import (
     QUICK,
@@ -78,16 +87,7 @@ from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import (
-    FakeDraft,
-    FakeDriver,
-    FakeRequest,
-    FifoGate,
-    ShiftedClock,
-    ThreadTransport,
-    fake_ports,
-    run_ranks,
-)
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.simfs import ProcessDead
 

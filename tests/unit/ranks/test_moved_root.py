@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fakes import fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.adapters.local_transport import LocalTransport
@@ -17,7 +18,6 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import QUARANTINE, TRASH
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.wiring import system_ports
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.writers.plain_files import FilesDriver, FileTree
 
 

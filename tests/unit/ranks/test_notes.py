@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fakes import ShiftedClock, fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.core.config import make_config
@@ -12,7 +13,7 @@ from ckptfsm.core.notes import Meter, Note, Refused, Stalled, Unpolled
 from ckptfsm.core.ports import Outcome, RankJob, Storage
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FifoGate, ShiftedClock, fake_ports
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.writers.plain_files import FilesDriver
 
 

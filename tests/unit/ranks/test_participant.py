@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fakes import fake_ports
 from inline import InlineExecutor
 from managers import QUICK
+from sim_writers import SimWriters
 
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
@@ -16,14 +18,12 @@ from ckptfsm.core.ports import Identity
 from ckptfsm.core.requests import NothingInFlight
 from ckptfsm.ranks.coordinator_client import Update
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import (
     FINISHERS,
     SimClock,
 )
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.testing.writers import SimWriters
 
 
 def look(disk: SimDisk) -> SimStorage:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver, fake_ports, run_ranks
 from groups import GroupJob
 
 from ckptfsm.adapters.progress_line import open_line
@@ -23,7 +24,7 @@ from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.progress import ShowProgress
 from ckptfsm.ranks.tickets import GroupPart
-from ckptfsm.testing.fakes import FakeDriver, FifoGate, fake_ports, run_ranks
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.harness import SimClock
 
 OF = AttemptId(7, 1, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from managers import QUICK, TEMPLATE, weights
 
 from ckptfsm.adapters.executor import ThreadExecutor
@@ -25,7 +26,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.ports import Storage
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from managers import QUICK, TEMPLATE, weights
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -22,7 +23,6 @@ from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 
 

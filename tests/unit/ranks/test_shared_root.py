@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from managers import QUICK, TEMPLATE, weights
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -17,7 +18,6 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.harness import SimClock
 from ckptfsm.writers.plain_files import at_path
 

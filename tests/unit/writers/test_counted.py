@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from refused_reads import refuse_reads
+from sim_writers import PlainCount, SimWriters
 
 from ckptfsm.adapters import segments
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -25,7 +26,6 @@ from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.testing.writers import PlainCount, SimWriters
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.rank_writer import FilePart, launch_forked, write_rank
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeShard
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -24,7 +25,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import FileStat, PartJob, RankJob, Written
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.visibility import Visibility
-from ckptfsm.testing.fakes import FakeShard, FifoGate
+from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.harness import FakePart, SimClock
 from ckptfsm.testing.simfs import SimDisk, SimStorage
