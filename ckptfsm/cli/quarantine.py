@@ -24,7 +24,7 @@ from ckptfsm.core.parts import MAX_STEP, AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.core.units import bytes_text
-from ckptfsm.disk.durable import each_file, list_names, lookup
+from ckptfsm.disk.durable import each_file, list_names, lookup, move
 from ckptfsm.disk.inspection import read_commit
 from ckptfsm.disk.overview import layout_of_names, look
 from ckptfsm.views.reading import Life, read_lives
@@ -87,13 +87,20 @@ def adopt(
         if makes:
             _make(root, layout)
         _start(root, owner_ended)
-        given.rename(at / source)
+        _move(given, at / source)
     try:
         _take_into_service(root, source, found)
     except BaseException:
         if (at / source).exists() and not given.exists():  # refused: it goes back to its place
-            (at / source).rename(given)
+            _move(at / source, given)
         raise
+
+
+def _move(source: Path, target: Path) -> None:
+    above = Path(os.path.commonpath((source, target)))
+    with opened_storage(above) as storage:
+        names = (path.relative_to(above).as_posix() for path in (source, target))
+        move(storage, *names)
 
 
 def _refuse_inside(layout: Layout, source: str, step: int) -> None:

@@ -103,9 +103,6 @@ def _fresh_root(options: DemoOptions) -> Path:
 
 def _remove(root: Path) -> None:
     """Remove an earlier demo's root. Raises ``RootBusy`` if a job lives on it."""
-    if not (root / ".ckptfsm").is_dir():
-        shutil.rmtree(root)
-        return
     with opened_storage(root) as storage:
         lease = open_root(storage, this_process())
         try:

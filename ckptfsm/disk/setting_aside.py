@@ -38,7 +38,6 @@ from ckptfsm.core.keeping import (
     why_kept,
 )
 from ckptfsm.core.layout import (
-    GONE,
     PRIVATE,
     QUARANTINE,
     TRACKER,
@@ -49,7 +48,6 @@ from ckptfsm.core.layout import (
     trash_dir,
 )
 from ckptfsm.core.lifecycle import Checkpoint
-from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.disk.durable import fsync_private, lookup, move, parent_of
 from ckptfsm.disk.inspection import (
@@ -84,18 +82,15 @@ class Mover:
     check_epoch: Callable[[], None]
     layout: Layout
 
-    # ------------------------------------------------------------------------------ in the way
-
-    def set_aside(self, name: str) -> str:
-        """Move a partial directory, in the way of a save, to quarantine. Returns its name there."""
+    def set_aside(self, path: str, target: str) -> str:
+        """Move a directory to ``target``, or beside it. Returns where it is then."""
         self.check_epoch()
-        return move_aside(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")
+        return move_aside(self.storage, path, target)
 
     def set_aside_tracker(self) -> None:
         """Move the tracker to quarantine: only a fresh start does this."""
-        self.check_epoch()
         if lookup(self.storage, TRACKER) is not None:
-            move_aside(self.storage, TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
+            self.set_aside(TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
 
     # ------------------------------------------------------------------------------------- prune
 
@@ -285,21 +280,6 @@ class Mover:
                 contents = contents_of(self.storage, aside, checkpoint)
                 still = decide_in_place(replace(facts, contents=contents))
                 return aside if still is InPlaceDecision.GIVE_UP else ""
-
-    def give_up(self, of: AttemptId, path: str) -> None:
-        """Let a directory in the trash be deleted, under a name that no other's late rename aims at."""
-        self.check_epoch()
-        move_aside(self.storage, path, gone_dir(of))
-
-    def drop(self, name: str) -> None:
-        """Let a directory in quarantine be deleted: a person asked for it."""
-        self.check_epoch()
-        move_aside(self.storage, f"{QUARANTINE}/{name}", f"{TRASH}/{GONE}{name}")
-
-    def keep_for_a_person(self, of: AttemptId, path: str) -> None:
-        """Move a directory that lies in the trash, and was not given up, to quarantine."""
-        self.check_epoch()
-        move_aside(self.storage, path, quarantine_dir(of))
 
     # -------------------------------------------------------------------------------- quarantine
 

@@ -35,18 +35,15 @@ def main() -> int:
         Path(asked.result).write_text(json.dumps(result.as_json()))
         return 0
     names = asked.only or layers_of(asked.profile)
-    place = tempfile.TemporaryDirectory(
-        prefix="proof-",
-        dir=in_memory() if asked.profile in SMALL else None,
-        ignore_cleanup_errors=True,  # what a layer left running may write there
-    )
-    with place as scratch:
+    memory = in_memory() if asked.profile in SMALL else None
+    # What a layer left running may write there: then the removal raises.
+    with tempfile.TemporaryDirectory(prefix="proof-", dir=memory) as scratch:
         os.chmod(scratch, 0o755)  # a test of the mutants may let another user in
         results = run_all(names, budget, Path(scratch))
-    print(table(results))
+        print(table(results))
+        for result in results:
+            show_violations(result)
     ok = not any(result.violations for result in results)
-    for result in results:
-        show_violations(result)
     whole = not asked.only and asked.profile not in ("sample", "soak")  # parts of the whole
     ok = judge_coverage(results, asked.profile, whole=whole) and ok
     if asked.write:

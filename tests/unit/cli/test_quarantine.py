@@ -231,6 +231,24 @@ def test_adopt_moves_a_directory_from_outside_into_the_root(tmp_path, capsys):
     assert latest(capsys, root) == "A start would resume from step 10."
 
 
+def test_I4_a_directory_from_outside_is_moved_durably(tmp_path, capsys, monkeypatch):
+    """Catches: a rename that a power loss shows at both of its names, or at the old one alone."""
+    root, old = real_root(tmp_path / "root", 10), tmp_path / "copies"
+    old.mkdir()
+    stock(old / "iter_0000005")
+    synced: list[str] = []
+    fsync_dir = PosixStorage.fsync_dir
+
+    def noted(storage: PosixStorage, path: str) -> None:
+        if not (old / "iter_0000005").exists():
+            synced.append(storage.absolute(path).rstrip("/"))
+        fsync_dir(storage, path)
+
+    monkeypatch.setattr(PosixStorage, "fsync_dir", noted)
+    said(capsys, "adopt", old / "iter_0000005", "-r", root)
+    assert synced[:2] == [str(root), str(old)]
+
+
 @pytest.mark.parametrize("there", ("missing", "empty", "inside of a missing one"))
 @pytest.mark.parametrize("name", ("iter_0000040", "global_step_40", "the good one"))
 def test_adopt_makes_a_root(name, there, tmp_path, capsys):

@@ -190,13 +190,11 @@ def test_I9_a_fenced_owner_changes_nothing(disk, job, monkeypatch):
     monkeypatch.setattr(engine, "check_epoch", refuse)
     before = disk.snapshot()
     for change in (
-        lambda: mover.set_aside(ONE),
+        lambda: mover.set_aside(ONE, quarantine_dir(one.id)),
         mover.set_aside_tracker,
         lambda: mover.prune(one, 2),
         lambda: mover.resume_prune(one, 2),
         lambda: mover.clean_up(unfinished, alone=True, held=False),
-        lambda: mover.give_up(one.id, ASIDE),
-        lambda: mover.keep_for_a_person(one.id, ASIDE),
         lambda: mover.quarantine(one, alone=True, earlier=frozenset()),
         lambda: publisher.create_staging(unfinished),
         lambda: publisher.finalize(unfinished),
