@@ -78,7 +78,8 @@ def adopt(
         source = given.relative_to(at).as_posix()
         _refuse_inside(layout, source, found)
         _start(root, owner_ended)
-        _judge_inside(root, source, found)
+        with opened(root) as storage:
+            judge_content(storage, look(storage).layout, source, found, _all_told)
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
@@ -143,11 +144,6 @@ def _start(root: Path, owner_ended: bool) -> None:
         if "evidence" not in error.facts:
             raise
         put([clean(f"no checkpoint is in service: {error.message}")])
-
-
-def _judge_inside(root: Path, source: str, step: int) -> None:
-    with opened(root) as storage:
-        judge_content(storage, look(storage).layout, source, step, _all_told)
 
 
 def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:

@@ -13,7 +13,7 @@ import typer
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.posix_storage import opened_storage, refuse_checkpoint
-from ckptfsm.cli.terminal import console, folded, put, put_json
+from ckptfsm.cli.terminal import Console, folded, put, put_json
 from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError, describe
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
@@ -100,8 +100,8 @@ def ls(
             _list(storage, json)
             return
         while True:
-            console().clear()
-            _list(storage, json, height=console().height)
+            Console().clear()
+            _list(storage, json, height=Console().height)
             time.sleep(watch)
 
 
@@ -127,9 +127,9 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     if height is None:
         shown = rows
     else:
-        around = _AROUND + (len(folded(head, console().width)) if console().is_terminal else 1)
+        around = _AROUND + (len(folded(head, Console().width)) if Console().is_terminal else 1)
         shown = rows[-max(1, height - around) :]
-    put(lines_of(shown, console().width) if shown else ["no checkpoints"])
+    put(lines_of(shown, Console().width) if shown else ["no checkpoints"])
     if len(shown) < len(rows):
         put([f"and {len(rows) - len(shown)} older ones"])
     if height is None:
@@ -149,7 +149,7 @@ def show(step: Step, place: Place = None, root: Root = HERE) -> None:
 def tree(place: Place = None, root: Root = HERE) -> None:
     """Show the directories of a root, with the meaning of each."""
     with opened(place or root) as storage:
-        most = _ENTRIES if console().is_terminal else None
+        most = _ENTRIES if Console().is_terminal else None
         put(tree_lines(storage, look(storage), most))
 
 

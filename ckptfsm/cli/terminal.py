@@ -49,11 +49,9 @@ _KNOWN = re.compile(rf"\b(?:{'|'.join(STYLES)})\b")
 
 
 class Console:
-    """Standard output. Without a terminal, or with NO_COLOR, there is no colour.
+    """Standard output as it is now. Without a terminal, or with NO_COLOR, there is no colour.
 
-    A pipe has no end of a line and no last line, so nothing is cut for it.
-
-    FORCE_COLOR stands for a terminal, as other programs take it.
+    FORCE_COLOR stands for a terminal. For a pipe nothing is cut: the width and height have no end.
     """
 
     def __init__(self) -> None:
@@ -70,14 +68,9 @@ class Console:
             sys.stdout.write("\x1b[H\x1b[2J")
 
 
-def console() -> Console:
-    """Standard output as it is now: a terminal may have got another size."""
-    return Console()
-
-
 def put(lines: Iterable[str]) -> None:
     """Print lines. On a terminal, long ones are folded and known words of states are coloured."""
-    out = console()
+    out = Console()
     if out.is_terminal:
         lines = [each for long in lines for each in folded(long, out.width)]
     shown = map(coloured, lines) if out.is_terminal and not out.no_color else lines

@@ -25,11 +25,13 @@ from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.journal import entered_at
+from ckptfsm.disk.overview import look
 from ckptfsm.disk.ownership import open_root
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
+from ckptfsm.views.listing import lines_of, rows_of
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
-from ckptfsm.views.timeline import render_table
 
 _PAUSE_TIMEOUT_S = 120.0
 
@@ -263,12 +265,13 @@ def _check_journal(root: Path) -> None:
 
 def _report(root: Path) -> None:
     with opened_storage(root) as storage:
-        lives = read_lives(storage)
-    print("\n5. the life of every checkpoint (seconds since the first record)\n")
-    print(render_table(lives))
+        overview, lives = look(storage), read_lives(storage)
+        rows = rows_of(overview, entered_at(storage, overview.history), time.time())
+    print("\n5. the checkpoints, as ckptfsm ls shows them\n")
+    print("\n".join(lines_of(rows, shutil.get_terminal_size().columns)))
     picture = root / "lives.html"
     picture.write_text(render_html(lives, str(root)), encoding="utf-8")
-    print(f"\nthe same as a picture: file://{picture}")
+    print(f"\nthe life of every checkpoint as a picture: file://{picture}")
 
 
 def _stopped(root: Path) -> int:

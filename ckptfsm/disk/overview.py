@@ -61,7 +61,7 @@ def look(storage: Storage) -> Overview:
     """
     history = read_history(storage)
     names = list_names(storage, "")
-    layout = _layout_of(history, names)
+    layout = LAYOUTS.get(history.layout) or layout_of_names(names)
     published = {n: step for n in names if (step := layout.parse_published(n)) is not None}
     if not published and PRIVATE not in names and TRACKER not in names:
         raise ConfigError(
@@ -120,11 +120,6 @@ def _ownership(storage: Storage, holder: Holder, here: Identity) -> Ownership:
     if is_elsewhere(holder, here):
         return Ownership.ELSEWHERE
     return Ownership.LIVES if holder_lives(storage, holder, here) else Ownership.ENDED
-
-
-def _layout_of(history: History, names: list[str]) -> Layout:
-    """The layout that the journal names; without one, that of the names."""
-    return LAYOUTS.get(history.layout) or layout_of_names(names)
 
 
 def layout_of_names(names: Iterable[str]) -> Layout:

@@ -73,7 +73,7 @@ class ReaderLease:
             self._storage = storage or PosixStorage(root, create=False)
         except PermissionError as error:
             raise storage_error(error, "lease", os.fspath(root)) from error
-        self._step = step
+        self.step = step
         self.attempt = attempt
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{READERS}/{step}.{self._nonce}.json"
@@ -83,11 +83,6 @@ class ReaderLease:
         self._late_s = visibility_timeout_s
         self._clock = clock or SystemClock()
         self.path = f"{self._storage.root}/{self._name}"
-
-    @property
-    def step(self) -> int:
-        """The step that the lease keeps."""
-        return self._step
 
     def __enter__(self) -> ReaderLease:
         try:
@@ -122,7 +117,7 @@ class ReaderLease:
     def _known(self) -> list[Checkpoint]:
         """The checkpoints of the step, or the attempt, that the journal has in use, oldest first."""
         found = read_history(self._storage).ledger.in_state(*_READ)
-        ours = [c for c in found if c.step == self._step]
+        ours = [c for c in found if c.step == self.step]
         return [c for c in ours if self.attempt in ("", str(c.id))]
 
     def _is_there(self) -> bool:
@@ -130,8 +125,8 @@ class ReaderLease:
         return found is not None and found.kind == "dir"
 
     def _gone(self) -> StepNotFoundError:
-        said = f"step {self._step} is not at {self.path}"
-        return StepNotFoundError(said, step=self._step, file=self.path)
+        said = f"step {self.step} is not at {self.path}"
+        return StepNotFoundError(said, step=self.step, file=self.path)
 
     def _await_directory(self) -> None:
         """Return once the step is there, see the class. Raises ``StepNotFoundError``."""
@@ -148,7 +143,7 @@ class ReaderLease:
         A directory that no checkpoint in use explains, such as one in place that is being written, is
         not judged.
         """
-        look = partial(inspect_published, self._storage, self._layout, self._step, files=False)
+        look = partial(inspect_published, self._storage, self._layout, self.step, files=False)
         there = look()
         while (known := self._known()) and not any(is_whole(c, there) for c in known):
             earlier, there = there, look()
@@ -156,7 +151,7 @@ class ReaderLease:
                 self._await_directory()
             elif there == earlier:  # else the step was saved again between the two looks
                 why = why_not_whole(known[-1], there)
-                raise DamagedRoot(f"step {self._step}: {why}", step=self._step, file=self.path)
+                raise DamagedRoot(f"step {self.step}: {why}", step=self.step, file=self.path)
         # A prune that began may have looked for leases before this one was there.
         if self.attempt and not any(c.state is not State.PRUNABLE for c in known):
             raise self._gone()
@@ -164,7 +159,7 @@ class ReaderLease:
     def _mark(self) -> None:
         """Write the lease, with another content than before."""
         self._renewals += 1
-        mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
+        mark = Pin(step=self.step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
         try:
             put(self._storage, self._file, encode(mark), tag=self._nonce)
         except OSError as error:

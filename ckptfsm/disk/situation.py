@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import DamagedRoot
-from ckptfsm.core.evidence import Evidence, Owner, Ownership
+from ckptfsm.core.evidence import Evidence, Ownership
 from ckptfsm.core.findings import Situation
 from ckptfsm.core.layout import JOURNAL, LOCK, QUARANTINE, TRASH
 from ckptfsm.core.lifecycle import State
@@ -56,13 +56,15 @@ def gathered(storage: Storage, overview: Overview) -> Evidence:
 def collect(storage: Storage, overview: Overview) -> Situation:
     """The facts about a root. Raises ``OSError`` or ``NewerSchema``."""
     evidence = gathered(storage, overview)
-    besides = (os.getpid(), *_pid_here(overview.owner))
+    owner = overview.owner
+    here = owner.ownership is not Ownership.ELSEWHERE  # else its pid is a number of another host
+    besides = (os.getpid(), owner.pid) if here else (os.getpid(),)
     processes = processes_in(Path(storage.root), besides)
     return Situation(
         overview.ledger,
         evidence,
         overview.history.intent,
-        overview.owner,
+        owner,
         decide_start(overview, evidence),
         tuple(list_names(storage, QUARANTINE)),
         tuple(list_names(storage, TRASH)),
@@ -84,11 +86,6 @@ def _strangers(storage: Storage, overview: Overview) -> Iterator[tuple[int, tupl
             manifest = read_manifest(storage, name)
             if manifest is not None and (found := strangers_in(storage, name, manifest)):
                 yield checkpoint.step, found
-
-
-def _pid_here(owner: Owner) -> tuple[int, ...]:
-    """The owner's pid, unless it is a number of another host or container."""
-    return () if owner.ownership is Ownership.ELSEWHERE else (owner.pid,)
 
 
 class Processes(NamedTuple):

@@ -17,22 +17,19 @@ _PROCESS = 1
 def chrome_trace(lives: Sequence[Life]) -> dict[str, Any]:
     """The trace of these lives, ready for ``json.dumps``."""
     placed = place(lives)
-    events: list[dict[str, Any]] = [_named("process_name", 0, "checkpoints")]
+    events: list[dict[str, Any]] = [_about("process_name", 0, name="checkpoints")]
     for thread, lane in enumerate(placed.lanes, start=1):
         name = clean(f"step {lane.life.step} ({lane.life.attempt})")
-        events += [_named("thread_name", thread, name), _order(thread), *_slices(lane, thread)]
+        events.append(_about("thread_name", thread, name=name))
+        events.append(_about("thread_sort_index", thread, sort_index=thread))
+        events += _slices(lane, thread)
     for run, opened, last in placed.runs:
         events.append(_slice(f"epoch {run.epoch}", opened, last, 0, {"closed": run.closed}))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"zero": placed.origin}}
 
 
-def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": {"name": name}}
-
-
-def _order(thread: int) -> dict[str, Any]:
-    args = {"sort_index": thread}
-    return {"ph": "M", "name": "thread_sort_index", "pid": _PROCESS, "tid": thread, "args": args}
+def _about(kind: str, thread: int, **facts: object) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": facts}
 
 
 def _slices(lane: Lane, thread: int) -> Iterator[dict[str, Any]]:

@@ -215,11 +215,10 @@ def _age(since: str, now: float) -> float | None:
 
 def as_json(rows: Sequence[ListedStep]) -> list[dict[str, Any]]:
     """The rows as JSON takes them: it has no NaN and no infinity, so such a metric is None."""
-    return [{**asdict(row), "metrics": _finite(row.metrics)} for row in rows]
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if isfinite(value) else None for name, value in metrics.items()}
+    return [
+        {**asdict(row), "metrics": {n: v if isfinite(v) else None for n, v in row.metrics.items()}}
+        for row in rows
+    ]
 
 
 def lines_of(rows: Sequence[ListedStep], width: int) -> list[str]:

@@ -42,7 +42,7 @@ def metrics_of(
     """
     states = Counter(c.state.value for c in overview.ledger.checkpoints.values())
     # Failed attempts in the segments that the journal still has.
-    failures = Counter(life.reason for life in lives if _failed(life))
+    failed = [life for life in lives if State.FAILED in {entry.state for entry in life.entered}]
     found = [
         names.FREE_BYTES.of(free_bytes),
         names.OWNER_ALIVE.of(overview.owner.ownership is Ownership.LIVES),
@@ -50,15 +50,11 @@ def metrics_of(
             {state: overview.owner.ownership is each for each, state in _OWNER.items()}
         ),
         names.CHECKPOINTS.each(states),
-        names.FAILURES.each(failures),
+        names.FAILURES.each(Counter(life.reason for life in failed)),
         names.JOBS.each(Counter(job.state.value for job in jobs)),
         *_latest(overview, lives, now, adopted),
     ]
     return [metric for metric in found if metric.values]
-
-
-def _failed(life: Life) -> bool:
-    return any(entry.state is State.FAILED for entry in life.entered)
 
 
 def _latest(

@@ -29,7 +29,7 @@ from ckptfsm.views import picture
 from ckptfsm.views.axis import Axis
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
-from ckptfsm.views.timeline import describe_end, render_table
+from ckptfsm.views.timeline import describe_end, place
 
 pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
 
@@ -280,34 +280,6 @@ def test_a_life_known_only_from_a_snapshot_is_shown(journal):
 # ------------------------------------------------------------------------------------------- drawing
 
 
-def test_the_table_is_this(crashed):
-    """Catches: any change of the table. Golden: look at it when it changes."""
-    rows = render_table(read_lives(crashed.storage)).splitlines()
-    assert rows[0] == f"seconds since {at(0.0)}"
-    assert [row.split() for row in rows[1:3]] == [
-        ["shards_", "prunable", "pruned", "or"],
-        [*WORDS, "or", "failed", "put", "away", "bytes", "end"],
-    ]
-    assert [re.split(r"\s{2,}", row.strip()) for row in rows[4:]] == [
-        ["10", "10.e1.a1", "+10.00", "+10.25", "+11.00", "+11.50", "+11.75", "+22.00", "+22.50"]
-        + ["3.1 MB", "pruned"],
-        ["20", "20.e1.a2", "+20.00", "+20.25", "+21.00", "+21.50", "+21.75", "-", "-"]
-        + ["1.6 GB", "tracked (kept)"],
-        ["30", "30.e1.a3", "+30.00", "+30.25", "-", "-", "-", "+90.25", "+90.50"]
-        + ["0 B", "discarded: process_lost"],
-        ["40", "40.e2.a1", "+100.00", "+100.25", "+101.00", "+101.50", "+101.75", "-", "-"]
-        + ["0 B", "tracked (kept)"],
-    ]
-
-
-def test_the_table_stays_narrow_and_free_of_control_characters(crashed):
-    """Catches: a long or hostile reason that breaks the terminal."""
-    life = replace(read_lives(crashed.storage)[2], reason="\x1b[2J" + "long " * 50, step=10**6)
-    lines = render_table((life,)).splitlines()
-    assert max(map(len, lines)) <= 130
-    assert all(line.isprintable() for line in lines)
-
-
 def test_the_page_is_well_formed_and_loads_nothing(crashed):
     """Catches: an unclosed element, a script, or anything fetched from elsewhere."""
     page = render_html(read_lives(crashed.storage))
@@ -489,8 +461,7 @@ def test_missing_or_backward_times_never_make_a_negative_width(journal):
     lives = read_lives(journal.storage)
     widths = [float(a["width"]) for tag, a in parse(render_html(lives)).seen if tag == "rect"]
     assert min(widths) >= 0
-    row = render_table(lives).splitlines()[-1].split()
-    assert row[2:5] == ["+1.00", "+1.00", "+1.00"]
+    assert place(lives).lanes[0].times == (1.0, 1.0, 1.0)
 
 
 def test_no_lives_are_said_in_words(journal):
@@ -498,6 +469,5 @@ def test_no_lives_are_said_in_words(journal):
     assert read_lives(journal.storage) == ()
     journal.begin(1, 0.0)
     assert read_lives(journal.storage) == ()
-    assert "no checkpoints" in render_table(())
     assert "no checkpoints" in render_html(())
     parse(render_html(()))
