@@ -1,11 +1,7 @@
 """A real Megatron-core GPT and its training loop: tensor parallel over gloo, bit-for-bit resumable.
 
-It reads a training text that every machine with Python has, the standard library. The trainer knows
-nothing about checkpoints on disk: it offers a sharded state dict and takes one back, with everything
-that the next step depends on. Dropout is on, so a lost generator state shows in the very next loss.
-
-All ranks have one generator stream: tensor-parallel ranks must draw equal masks for replicated
-activations, and Megatron too seeds data-parallel ranks alike.
+It trains on a text that every machine with Python has, the standard library. The trainer knows nothing
+about checkpoints on disk: it offers a sharded state dict and takes one back.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from torch import Tensor
 
 from ckptfsm.core.errors import ConfigError
 
-DROPOUT = 0.1  # above zero, so that the state of the generators matters
+DROPOUT = 0.1  # above zero, so that a lost generator state shows in the very next loss
 VOCABULARY_SIZE = 256  # byte values
 _TEXT_BYTES = 2 * 1024 * 1024
 
@@ -44,8 +40,7 @@ _TEXT_BYTES = 2 * 1024 * 1024
 def _read_stdlib() -> bytes:
     """The first two MiB of the standard library's top-level ``*.py`` files, sorted by name.
 
-    Equal installations of Python see equal bytes. Packages are left out: ``site-packages`` lies among
-    them. Raises ConfigError if the sources are not on disk.
+    Packages are left out: ``site-packages`` lies among them. Raises ``ConfigError`` without the sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -78,8 +73,7 @@ class ModelSpec:
 def initialize_parallel(tensor_parallel: int) -> None:
     """Set up this process for `Trainer`: one thread, deterministic kernels, Megatron's groups.
 
-    Needs an initialised default process group with a multiple of ``tensor_parallel`` ranks; the
-    rest of the ranks is data parallel. A collective: every rank calls it once.
+    A collective of the default process group, which has a multiple of ``tensor_parallel`` ranks.
     """
     # cuBLAS refuses to run under deterministic algorithms without a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -91,22 +85,20 @@ def initialize_parallel(tensor_parallel: int) -> None:
 
 
 class Trainer:
-    """Trains a byte-level GPT on the standard library's source, one `train_step` at a time.
+    """Trains a byte-level GPT, one `train_step` at a time.
 
-    Attributes: ``spec``; ``model`` and ``optimizer``; ``iteration``, steps done so far; ``cursor``,
-    the global batch's position in the text, in bytes. All ranks hold equal iteration and cursor.
+    ``iteration`` is the number of steps so far, ``cursor`` the global batch's position in the text, in
+    bytes. Both are equal on all ranks.
     """
 
     def __init__(self, spec: ModelSpec, tensor_parallel: int, device: torch.device | str) -> None:
-        """Build model, optimizer and text on ``device``; a collective over all ranks.
-
-        Call `initialize_parallel` with the same ``tensor_parallel`` before.
-        """
+        """Build model and optimizer on ``device``, after `initialize_parallel`; a collective."""
         self.spec = spec
         self.iteration = 0
         self.cursor = 0
         self._device = torch.device(device)
         self._text = torch.frombuffer(bytearray(_read_stdlib()), dtype=torch.uint8)
+        # Alike on all ranks: tensor-parallel ones must draw equal masks for replicated activations.
         torch.manual_seed(spec.seed)
         model_parallel_cuda_manual_seed(spec.seed, inference_rng_tracker=True)
         self.model = _build_model(spec, tensor_parallel, self._device)
@@ -115,10 +107,9 @@ class Trainer:
         _create_adam_state(self.optimizer)
 
     def train_step(self) -> float:
-        """Do an optimizer step on the next global batch. Returns its mean loss, in nats per byte.
+        """Do an optimizer step on the next global batch; a collective over all ranks.
 
-        The loss is averaged over the data-parallel ranks and equal, bit for bit, on all ranks. A
-        collective over all ranks.
+        Returns the mean loss in nats per byte, equal bit for bit on all ranks.
         """
         tokens, labels, next_cursor = self._next_batch()
         self.model.train()
@@ -226,9 +217,7 @@ def _build_model(spec: ModelSpec, tensor_parallel: int, device: torch.device) ->
 def _place_score_buffer(spec: ModelSpec, tensor_parallel: int, device: torch.device) -> None:
     """Give Megatron's attention its scratch buffer on ``device``, for at most a batch of ``spec``.
 
-    By default, Megatron 0.16 allocates it on ``torch.cuda.current_device()`` at the first use. A
-    buffer that is large enough is reused on any device. Its content does not matter (``baddbmm``
-    with beta 0).
+    Megatron 0.16 would allocate it on ``torch.cuda.current_device()``. Its content does not matter.
     """
     scores = spec.batch_size * spec.heads // tensor_parallel * spec.sequence_length**2
     buffer = parallel_state.get_global_memory_buffer().buffer
@@ -238,8 +227,7 @@ def _place_score_buffer(spec: ModelSpec, tensor_parallel: int, device: torch.dev
 def _create_adam_state(optimizer: torch.optim.Adam) -> None:
     """Create Adam's zero moments now, so that a fresh trainer has something to load into.
 
-    A step with zero gradients at learning rate 0 does not change the bits of any parameter. The
-    step counts are set back to 0, so the first real step is Adam's first.
+    A step with zero gradients at learning rate 0 does not change the bits of any parameter.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -251,7 +239,7 @@ def _create_adam_state(optimizer: torch.optim.Adam) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for state in optimizer.state.values():
-        state["step"].zero_()
+        state["step"].zero_()  # the first real step is Adam's first
 
 
 def _language_model_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:

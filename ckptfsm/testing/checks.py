@@ -99,10 +99,8 @@ def assert_writer_sound(part: PartJob) -> int:
 
     - The part fails on a sound disk.
     - A power loss removes or changes a file that the receipt lists (an fsync is missing).
-    - The part writes a file that it does not list, or one that the library or megatron-core sweeps
-      or writes.
-    - The part hides an error: a call fails, yet the part ends with a receipt, and a listed file is
-      not durable.
+    - The part writes a file that it does not list, or one that a save sweeps or writes itself.
+    - The part hides an error: a call fails, yet a receipt lists a file that is not durable.
     """
     disk, calls = _write(part, None)
     _judge(disk, "after it ended", ended=True)

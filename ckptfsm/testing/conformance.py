@@ -1,12 +1,11 @@
 """Judges whether a journal is a legal trace of the specification, without the code that wrote it.
 
-``assert_journal_conforms`` replays every segment of a root at the journal's level of abstraction
-(I11): moves between states, never changes within one. The specification is ``lifecycle.TABLE`` for
-a single checkpoint. ``RULES`` below covers several checkpoints, a run, or a restart.
+``assert_journal_conforms`` replays every segment of a root (I11). The specification is
+``lifecycle.TABLE`` for a single checkpoint, and ``RULES`` for several, a run, or a restart. Nothing is
+shared with ``journal`` but the words of the format.
 
-Nothing is shared with ``journal`` but the words of the format; ``documents`` validates each record. The
-remains of a crash or a zombie conform: a torn tail, bytes after a seal, a segment created but not
-begun. A segment without a seal conforms too. A violation names file, record (0 is the opening) and rule.
+The remains of a crash or a zombie conform: a torn tail, bytes after a seal, a segment created but not
+begun, one without a seal.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ _Raw = dict[str, Any]
 
 
 class JournalViolation(AssertionError):
-    """A journal is no legal trace. Attributes: ``file``, ``record`` (index), ``rule``."""
+    """A journal is no legal trace. ``record`` is the index in ``file``: 0 is the opening."""
 
     def __init__(self, file: str, record: int, rule: str, detail: str) -> None:
         super().__init__(f"{file} record {record}: {detail} [{rule}: {RULES[rule]}]")
@@ -288,7 +287,6 @@ class _Replay:
             "rollback_finished": self._rollback_finished,
             "metrics_recorded": self._metrics_recorded,
             "segment_closed": self._segment_closed,
-            "segment_opened": self._opened_again,
         }
 
     def fail(self, rule: str, detail: str) -> NoReturn:
@@ -356,9 +354,6 @@ class _Replay:
         self.tracked = sorted(of[0] for of, state in states.items() if state == _TRACKED)
         self.in_flight = next((of for of, state in states.items() if state in _IN_FLIGHT), None)
 
-    def _opened_again(self, record: _Raw) -> None:
-        self.fail("opening", "it is opened twice")
-
     def _segment_closed(self, record: _Raw) -> None:
         self._run_on(record["run_seconds"])
         self._closed = True
@@ -399,6 +394,8 @@ class _Replay:
         if self._closed:
             self.fail("closing", "a record follows")
         record = _parsed(self._file, self._index, body)
+        if record["type"] == "segment_opened":
+            self.fail("opening", "it is opened twice")
         self._other[record["type"]](record)
 
     def _transition(self, record: _Raw) -> None:

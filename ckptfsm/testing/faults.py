@@ -1,8 +1,8 @@
 """Fault injection: ``FaultStorage`` wraps any storage and lets a hook act around each change.
 
-Only changing calls are counted, so that "crash before call i, for every i" is a complete sweep. A hook
-may raise ``OSError``: the call fails. It may raise ``ProcessDead``: every later call raises it too, so
-that no ``finally`` of the dead process cleans up. It may kill the process for real, or block on a FIFO.
+Only changing calls are counted, so that "crash before call i, for every i" is a complete sweep. If a
+hook raises ``OSError``, the call fails. If it raises ``ProcessDead``, every later call raises it too, so
+that no ``finally`` of the dead process cleans up.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _passed_on(method: str) -> Any:
 class FaultStorage(OneByOne):
     """``Storage`` that counts every changing call of ``inner`` and calls hooks around it.
 
-    Attributes: ``calls`` is the list of (method, path) so far. A hook gets the index of its call in
-    that list. ``before`` runs before the call, ``after`` once it succeeded. An ``OSError`` from
-    ``before`` at a ``fsync`` also drops the unsynced data of a simulated file, as a disk would.
+    ``calls`` has (method, path) of each so far. ``before`` runs before a call, ``after`` once it
+    succeeded. An ``OSError`` from ``before`` at a ``fsync`` also drops the unsynced data of a simulated
+    file, as a disk would.
     """
 
     root: str

@@ -1,22 +1,14 @@
 """An adversarial file system in memory: the ``Storage`` port with power that can fail at any call.
 
-``SimDisk`` is the disk, shared by several ``SimStorage``, one per simulated process.
+``SimDisk`` is the disk, shared by several ``SimStorage``, one per simulated process. It is as weak as
+POSIX and Linux file systems allow:
 
-Rules of the disk, as weak as POSIX and Linux file systems allow:
-
-- A write is volatile until *its file* is fsynced. At a power loss each unsynced write is kept,
-  lost, cut short, or kept with some 512-byte blocks read back as zeros. Direct writes are no better.
-- Reserved bytes are unsynced zeros until they are written. A power loss may keep them and lose the
-  data written over them: the size of a file proves nothing. A truncation is kept or lost whole.
-- A name (created, removed, renamed) is volatile until *its directory* is fsynced. At a power loss
-  every name shows any of its states since then, independently of every other name. An fsync of a
-  file does not make its name durable, and directories do not wait for each other.
-- A rename may be seen at its source, at its target, or at both; never at neither if the entry was
-  durable before. A directory seen twice is two directories that share their files.
-- A failed fsync drops the unsynced data and calls the file clean ("fsyncgate"): a second fsync
-  succeeds and makes nothing durable. With ``keeps_lost_data`` readers still see the dropped data,
-  as Linux shows it from its page cache until the power fails.
-- SIGKILL of a process (``kill``) loses nothing but its handles and locks.
+- What was written is volatile until *its file* is fsynced. A power loss keeps it, loses it, cuts it
+  short, or zeroes some 512-byte blocks. So it does with reserved bytes: a size proves nothing.
+- A name is volatile until *its directory* is fsynced. A power loss shows any of its states since then,
+  each name by itself. A rename may show at both names, never at neither if the entry was durable.
+- A failed fsync drops the unsynced data and calls the file clean ("fsyncgate"). With
+  ``keeps_lost_data`` readers see the dropped data until the power fails.
 
 A chooser decides; 0 always is the mildest choice, so that a shrunk counterexample loses only the
 necessary. Not for threads.
@@ -28,6 +20,7 @@ import errno
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ckptfsm.adapters.posix_storage import digest_of, split_entry, split_path
@@ -136,45 +129,36 @@ class _Dir:
                 yield states[0]
 
 
+@dataclass(slots=True, eq=False)
 class _Symlink:
-    __slots__ = ("anchored", "links", "target")
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.links = 0
-        self.anchored = False
+    target: str
+    links: int = 0
+    anchored: bool = False
 
 
 _Node = _File | _Dir | _Symlink
 
 
+@dataclass(slots=True, eq=False)
 class _Handle:
-    __slots__ = ("node", "path", "position", "writable")
-
-    def __init__(self, node: _File, path: str, *, writable: bool) -> None:
-        self.node = node
-        self.path = path
-        self.position = 0
-        self.writable = writable
+    node: _File
+    path: str
+    writable: bool
+    position: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Process:
-    def __init__(self) -> None:
-        self.alive = True
-        self.handles: dict[int, _Handle] = {}
-        self.locks: dict[int, _File] = {}
+    alive: bool = True
+    handles: dict[int, _Handle] = field(default_factory=dict)
+    locks: dict[int, _File] = field(default_factory=dict)
 
 
 class SimDisk:
     """A disk with volatile and durable state. See the module's rules.
 
-    Attributes:
-
-    - ``capacity``: bytes of content, None for no limit.
-    - ``short_writes``: the most bytes that one write takes, None for all.
-    - ``allocates``: False for a disk that cannot reserve blocks.
-    - ``keeps_lost_data``: see the rules.
-    - ``used``: bytes of content now.
+    ``capacity`` and ``used`` are in bytes of content. ``short_writes``: the most bytes that one write
+    takes. ``allocates``: False for a disk that cannot reserve blocks.
     """
 
     def __init__(
@@ -221,7 +205,7 @@ class SimDisk:
             return
         found.alive = False
         for handle in found.handles.values():
-            self._release(handle.node)
+            self.release(handle.node)
         for lock in found.locks.values():
             self.locked.pop(lock, None)
         found.handles.clear()
@@ -430,9 +414,6 @@ class SimDisk:
         if directory.anchored:
             _anchor(directory)
 
-    def close(self, handle: _Handle) -> None:
-        self._release(handle.node)
-
     # -- inside --------------------------------------------------------------------------------
 
     def _fitting(self, file: _File, end: int) -> int:
@@ -447,7 +428,7 @@ class SimDisk:
         self.used += len(file.data) - before
         self._dirty_files[file] = None
 
-    def _release(self, file: _File) -> None:
+    def release(self, file: _File) -> None:
         file.opens -= 1
         self._free_if_orphan(file)
 
@@ -553,7 +534,7 @@ class SimStorage(OneByOne):
     def close(self, handle: int) -> None:
         found = self._handle(handle)
         del self._process.handles[handle]
-        self.disk.close(found)
+        self.disk.release(found.node)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         return bytes(self._regular(path).data[offset : offset + max(limit, 0)])
@@ -682,8 +663,7 @@ class SimStorage(OneByOne):
         return self._directory(path, pieces[:-1], changes=changes), _checked_name(pieces[-1])
 
     def _directory(self, path: str, pieces: tuple[str, ...], *, changes: bool = False) -> _Dir:
-        if not self._process.alive:
-            raise ProcessDead(self.process)
+        self._alive()
         here = root = self.disk.root
         for piece in pieces:
             node = here.entries.get(piece)
@@ -707,7 +687,7 @@ class SimStorage(OneByOne):
     def _opened(self, file: _File, path: str, *, writable: bool) -> int:
         file.opens += 1
         handle = self.disk.new_handle()
-        self._process.handles[handle] = _Handle(file, path, writable=writable)
+        self._process.handles[handle] = _Handle(file, path, writable)
         return handle
 
     def _handle(self, handle: int, *, writable: bool = False) -> _Handle:
