@@ -67,7 +67,6 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "checks": ("assert_policy_sound", "assert_writer_sound", "Unsound"),
         "conformance": ("assert_journal_conforms", "Conformance", "JournalViolation"),
         "invariants": ("check_root", "check_directory", "RootBroken"),
-        "strategies": ("steps", "policies", "checkpoint_infos"),
         "simfs": ("SimDisk", "SimStorage", "ProcessDead"),
         "faults": ("FaultStorage", "fail_at", "crash_at", "pause_at"),
         "harness": ("FakeJob", "FakePart", "fake_content", "SimClock"),

@@ -9,16 +9,23 @@ from typing import Any
 
 from ckptfsm.core import events as m
 from ckptfsm.core.events import ShardReported, WriterForked
-from ckptfsm.core.layout import TRACKER, staging_dir
+from ckptfsm.core.layout import JOURNAL, TRACKER, parse_segment, staging_dir
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import Identity, RankJob, Written
+from ckptfsm.core.ports import Identity, RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.disk.durable import make_dirs
+from ckptfsm.disk.durable import list_names, make_dirs
+from ckptfsm.disk.journal import Segment, read_segment
 from ckptfsm.testing.faults import FaultStorage, Hook
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import write_rank
+
+
+def read_segments(storage: Storage) -> list[Segment]:
+    """Every segment of a root, oldest first, as parsed. Seals are not applied."""
+    epochs = filter(None, map(parse_segment, list_names(storage, JOURNAL)))
+    return [read_segment(storage, epoch) for epoch in sorted(epochs)]
 
 
 def start(

@@ -9,7 +9,6 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
 from ckptfsm.core.errors import NoRoom, SaveRefused, StepExistsError
-from ckptfsm.core.layout import QUARANTINE
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.requests import SaveRequest
@@ -50,7 +49,7 @@ def _clear_the_name(engine: Engine, storage: Storage, request: SaveRequest) -> N
             step=request.step,
             latest=engine.ledger.latest_step(),
         )
-    aside = engine.mover.set_aside(name, f"{QUARANTINE}/{name}.{engine.mover.tag}")
+    aside = engine.mover.set_aside(name)
     said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
     say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 

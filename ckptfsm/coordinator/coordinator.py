@@ -46,17 +46,7 @@ from ckptfsm.core.events import (
     WritersLost,
 )
 from ckptfsm.core.evidence import ANOTHER_MANIFEST, is_published_as, is_whole, why_not_whole
-from ckptfsm.core.layout import (
-    GONE,
-    INBOX,
-    JOURNAL,
-    MEGATRON,
-    QUARANTINE,
-    RECEIPTS,
-    TRASH,
-    Layout,
-    pin_name,
-)
+from ckptfsm.core.layout import INBOX, JOURNAL, MEGATRON, QUARANTINE, RECEIPTS, Layout, pin_name
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import UNFINISHED, Checkpoint, State, has_finalizers
 from ckptfsm.core.parts import AttemptId
@@ -541,7 +531,7 @@ class Coordinator:
         with self._guarded("drop"):
             if name not in list_names(self._storage, QUARANTINE):
                 raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")
-            self._engine.mover.set_aside(f"{QUARANTINE}/{name}", f"{TRASH}/{GONE}{name}")
+            self._engine.mover.drop(name)
 
     def look_into_inbox(self) -> None:
         """Serve people between two ticks, unless this job reads a checkpoint: that must stay in place.

@@ -60,17 +60,7 @@ from ckptfsm.core.events import (
     Withdrawn,
     WriteTracker,
 )
-from ckptfsm.core.layout import (
-    JOURNAL,
-    QUARANTINE,
-    TRACKER,
-    TRASH,
-    Layout,
-    gone_dir,
-    pin_name,
-    quarantine_dir,
-    segment_name,
-)
+from ckptfsm.core.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, pin_name, segment_name
 from ckptfsm.core.ledger import Ledger, Rejected, Transition
 from ckptfsm.core.lifecycle import FORGOTTEN, UNFINISHED, UNPUBLISHED, Checkpoint, State, find_row
 from ckptfsm.core.parts import AttemptId
@@ -317,11 +307,9 @@ class Engine:
         """Give up a directory in the trash, or keep it. A failure is left to the next opening."""
         try:
             if sure or (given_up and is_manifest_of(self._storage, self.layout, of, path)):
-                self.mover.set_aside(
-                    path, gone_dir(of)
-                )  # no late rename of another aims at that name
+                self.mover.give_up(of, path)
                 return
-            self.mover.set_aside(path, quarantine_dir(of))
+            self.mover.keep_for_a_person(of, path)
         except (Fenced, OutcomeUnknown):
             raise
         except (NewerSchema, OSError) as error:

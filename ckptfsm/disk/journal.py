@@ -161,11 +161,6 @@ def newest_segment(storage: Storage) -> int:
     return max(_segment_epochs(storage), default=0)
 
 
-def read_segments(storage: Storage) -> list[Segment]:
-    """Every segment of a root, oldest first, as parsed. Seals are not applied."""
-    return [read_segment(storage, epoch) for epoch in _segment_epochs(storage)]
-
-
 def read_segment(storage: Storage, epoch: int) -> Segment:
     """A segment as found on disk, without regard to seals.
 

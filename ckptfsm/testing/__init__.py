@@ -1,4 +1,4 @@
-"""The testing kit: a simulated disk, fault injection, strategies, checks for your policies and parts.
+"""The testing kit: a simulated disk, fault injection, checks for your policies and parts.
 
 Install it with ``ckptfsm[testing]`` (hypothesis). Nothing here sleeps, and nothing needs torch.
 """

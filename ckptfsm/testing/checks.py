@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 from random import Random
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.errors import CkptFsmError
@@ -23,7 +25,6 @@ from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dirs, walk_
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import Crash, ProcessDead, SimDisk, SimStorage
-from ckptfsm.testing.strategies import checkpoint_infos
 from ckptfsm.writers.rank_writer import write_rank
 
 Keeps = Callable[[Sequence[CheckpointInfo]], Collection[int]]
@@ -56,7 +57,7 @@ def assert_policy_sound(policy: Policy, *, keeps: Keeps | None = None, examples:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(checkpoint_infos())
+    @given(_checkpoints())
     def check(checkpoints: list[CheckpointInfo]) -> None:  # Hypothesis drives functions only
         _check_answer(policy, keeps, checkpoints)
 
@@ -70,6 +71,19 @@ def assert_policy_sound(policy: Policy, *, keeps: Keeps | None = None, examples:
         job.save(run)
         check_root(SimStorage(disk, "judge"), run)
         disk.kill(f"run{run}")
+
+
+def _checkpoints() -> st.SearchStrategy[list[CheckpointInfo]]:
+    """Tracked checkpoints as a policy sees them: oldest first, run time growing with the step."""
+    metrics = st.fixed_dictionaries({}, optional={"loss": st.floats(0, 9)})
+    entry = st.tuples(st.integers(0, 12), metrics)
+    entries = st.lists(entry, max_size=6, unique_by=itemgetter(0))
+    return entries.map(
+        lambda drawn: [
+            CheckpointInfo(step, step * 10.0, found)
+            for step, found in sorted(drawn, key=itemgetter(0))
+        ]
+    )
 
 
 def _check_answer(policy: Policy, keeps: Keeps | None, checkpoints: list[CheckpointInfo]) -> None:

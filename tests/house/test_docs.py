@@ -315,7 +315,7 @@ def test_every_module_of_the_kit_is_in_the_reference():
     page = (DOCS / "testing.md").read_text(encoding="utf-8")
     text = reference.reference_markdown()
     told = re.findall(r"^\| `ckptfsm\.testing\.(\w+)` \|", page, re.M)
-    assert len(told) >= 7
+    assert len(told) >= 6
     for module in told:
         assert re.search(rf"^### ckptfsm\.testing\.{module}\b.*\n", text, re.M), module
     for module, names in reference.KIT.items():

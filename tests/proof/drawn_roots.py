@@ -1,4 +1,4 @@
-"""Hypothesis strategies for ledgers that a journal can contain, and for evidence beside them.
+"""Hypothesis strategies for policies, ledgers that a journal can contain, and evidence beside them.
 
 Their combination need not be reasonable: evidence may contradict the ledger.
 """
@@ -13,8 +13,19 @@ from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, 
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.testing.strategies import steps
+from ckptfsm.core.retention import (
+    AllOf,
+    AnyOf,
+    BestN,
+    EveryNSeconds,
+    EveryNSteps,
+    KeepAll,
+    LatestN,
+    Policy,
+    Steps,
+)
 
+MAX_STEP = 12
 Provenance = Literal["saved", "adopted"]
 Found = Literal["manifest", "stock", "damaged", "unexplained", "no_directory"]
 Word = Literal["missing", "torn", "release"]
@@ -22,6 +33,25 @@ _PROVENANCES: tuple[Provenance, ...] = ("saved", "adopted")
 _REASONS = ("rollback", "damaged", "missing", "fresh")
 _FOUND: tuple[Found, ...] = ("manifest", "stock", "damaged", "unexplained", "no_directory")
 _WORDS: tuple[Word, ...] = ("missing", "torn", "release")
+
+
+def steps() -> st.SearchStrategy[int]:
+    """A step, from 0 to 12."""
+    return st.integers(0, MAX_STEP)
+
+
+def policies() -> st.SearchStrategy[Policy]:
+    """A retention policy, also one that keeps nothing, and combinations."""
+    simple: st.SearchStrategy[Policy] = st.one_of(
+        st.builds(LatestN, st.integers(0, 3)),
+        st.builds(EveryNSteps, st.integers(1, 5)),
+        st.builds(EveryNSeconds, st.floats(0.5, 50)),
+        st.builds(BestN, st.just("loss"), st.integers(0, 2), st.sampled_from(("min", "max"))),
+        st.builds(Steps, st.sets(steps(), max_size=3)),
+        st.just(KeepAll()),
+    )
+    several = st.lists(simple, min_size=2, max_size=3).map(tuple)
+    return st.one_of(simple, several.map(AnyOf), several.map(AllOf))
 
 
 def layouts(max_parts: int = 3) -> st.SearchStrategy[tuple[PartSpec, ...]]:

@@ -27,7 +27,7 @@ from ckptfsm.core.lifecycle import (
 )
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
-from ckptfsm.testing.strategies import policies
+from proof.drawn_roots import policies
 
 S = State
 LAYOUTS = (

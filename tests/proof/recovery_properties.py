@@ -18,8 +18,7 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import IN_FLIGHT, Checkpoint, State
 from ckptfsm.core.recovery import forget_moved, plan
 from ckptfsm.core.retention import describe_tracked
-from ckptfsm.testing.strategies import policies, steps
-from proof.drawn_roots import evidences, ledgers
+from proof.drawn_roots import evidences, ledgers, policies, steps
 
 RESUME = st.sampled_from(("strict", "fallback", "fresh"))
 EPOCH = 3

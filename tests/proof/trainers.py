@@ -48,7 +48,7 @@ from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, SimClock, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.testing.strategies import policies
+from proof.drawn_roots import policies
 
 CODES = (errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EINTR)
 RATES = (0.0, 0.0, 0.005, 0.03)

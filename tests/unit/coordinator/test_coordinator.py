@@ -25,6 +25,7 @@ from roots import (
     destinations,
     foreign_attempt,
     left,
+    read_segments,
     replace,
     saved,
     staged,
@@ -72,7 +73,6 @@ from ckptfsm.core.requests import Blocked, FinalizersDue, NothingInFlight, SaveR
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inbox import send
-from ckptfsm.disk.journal import read_segments
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, SimClock, check_root, fake_content

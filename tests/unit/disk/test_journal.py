@@ -12,6 +12,7 @@ import pytest
 from ledgers import (
     checkpoint,
 )
+from roots import read_segments
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core import documents as d
@@ -40,7 +41,6 @@ from ckptfsm.disk.journal import (
     newest_segment,
     parse_segment_bytes,
     read_history,
-    read_segments,
 )
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

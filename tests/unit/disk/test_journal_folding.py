@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
+from roots import read_segments
 
 from ckptfsm.coordinator import engine
 from ckptfsm.core import documents
@@ -17,7 +18,6 @@ from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.disk import journal
-from ckptfsm.disk.journal import read_segments
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.harness import FakeJob

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from roots import read_segments
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import (
@@ -24,7 +25,7 @@ from ckptfsm.core.documents import (
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, PRIVATE, segment_name
 from ckptfsm.core.lifecycle import State
-from ckptfsm.disk.journal import JournalWriter, encode_line, read_segments
+from ckptfsm.disk.journal import JournalWriter, encode_line
 from ckptfsm.views import picture
 from ckptfsm.views.axis import Axis
 from ckptfsm.views.picture import render_html
