@@ -49,7 +49,7 @@ def _clear_the_name(engine: Engine, storage: Storage, request: SaveRequest) -> N
             step=request.step,
             latest=engine.ledger.latest_step(),
         )
-    aside = engine.mover.set_aside(name)
+    aside = engine.mover.set_aside(name, f"{name}.{engine.mover.tag}")
     said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
     say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 

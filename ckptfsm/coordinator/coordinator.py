@@ -531,7 +531,7 @@ class Coordinator:
         with self._guarded("drop"):
             if name not in list_names(self._storage, QUARANTINE):
                 raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")
-            self._engine.mover.drop(name)
+            self._engine.mover.set_aside(f"{QUARANTINE}/{name}", name, give_up=True)
 
     def look_into_inbox(self) -> None:
         """Serve people between two ticks, unless this job reads a checkpoint: that must stay in place.

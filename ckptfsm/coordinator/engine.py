@@ -307,9 +307,9 @@ class Engine:
         """Give up a directory in the trash, or keep it. A failure is left to the next opening."""
         try:
             if sure or (given_up and is_manifest_of(self._storage, self.layout, of, path)):
-                self.mover.give_up(of, path)
+                self.mover.set_aside(path, str(of), give_up=True)
                 return
-            self.mover.keep_for_a_person(of, path)
+            self.mover.set_aside(path, str(of))
         except (Fenced, OutcomeUnknown):
             raise
         except (NewerSchema, OSError) as error:

@@ -38,6 +38,7 @@ from ckptfsm.core.keeping import (
     why_kept,
 )
 from ckptfsm.core.layout import (
+    GONE,
     PRIVATE,
     QUARANTINE,
     TRACKER,
@@ -82,15 +83,19 @@ class Mover:
     check_epoch: Callable[[], None]
     layout: Layout
 
-    def set_aside(self, path: str, target: str) -> str:
-        """Move a directory to ``target``, or beside it. Returns where it is then."""
+    def set_aside(self, path: str, name: str, *, give_up: bool = False) -> str:
+        """Move a directory to ``name`` in quarantine, or beside it. Returns its path there.
+
+        ``give_up``: let it be deleted, under a name in the trash that no other's late rename aims at.
+        """
         self.check_epoch()
-        return move_aside(self.storage, path, target)
+        place = f"{TRASH}/{GONE}" if give_up else f"{QUARANTINE}/"
+        return move_aside(self.storage, path, place + name)
 
     def set_aside_tracker(self) -> None:
         """Move the tracker to quarantine: only a fresh start does this."""
         if lookup(self.storage, TRACKER) is not None:
-            self.set_aside(TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
+            self.set_aside(TRACKER, f"tracker.{self.tag}")
 
     # ------------------------------------------------------------------------------------- prune
 

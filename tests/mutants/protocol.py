@@ -1318,8 +1318,8 @@ FENCES = (
     mutant(
         "what-was-put-aside-is-overwritten",
         "disk.setting_aside:Mover.set_aside",
-        "return move_aside(self.storage, path, target)",
-        "move(self.storage, path, target)\nreturn path",
+        "return move_aside(self.storage, path, place + name)",
+        "move(self.storage, path, place + name)\nreturn path",
         breaks="I1",
         source="F30",
     ),

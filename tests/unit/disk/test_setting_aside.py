@@ -190,7 +190,7 @@ def test_I9_a_fenced_owner_changes_nothing(disk, job, monkeypatch):
     monkeypatch.setattr(engine, "check_epoch", refuse)
     before = disk.snapshot()
     for change in (
-        lambda: mover.set_aside(ONE, quarantine_dir(one.id)),
+        lambda: mover.set_aside(ONE, "one"),
         mover.set_aside_tracker,
         lambda: mover.prune(one, 2),
         lambda: mover.resume_prune(one, 2),
