@@ -184,14 +184,6 @@ def _steps(shelf: _Shelf, step: int | None, everything_tracked: bool) -> Sequenc
     return [step if step is not None else shelf.steps[0]]
 
 
-def _at_random(share: float, files: Sequence[FileEntry]) -> Collection[FileEntry]:
-    """A share of the files, at least one unless the share is 0."""
-    if share == 1:
-        return files
-    count = max(1, round(share * len(files))) if share else 0
-    return random.sample(files, k=min(len(files), count))
-
-
 def _progress() -> Progress:
     """A bar on standard error, if that is a terminal: bytes, bytes per second, time left."""
     console = Console(stderr=True)
@@ -207,7 +199,7 @@ def _progress() -> Progress:
 
 
 class _Watched:
-    """A random choice of files, whose reads move a bar."""
+    """A share of the files at random, at least one unless it is 0, whose reads move a bar."""
 
     def __init__(self, share: float, progress: Progress, name: str) -> None:
         self._share = share
@@ -215,7 +207,10 @@ class _Watched:
         self._task = progress.add_task(name, total=None)
 
     def choose(self, files: Sequence[FileEntry]) -> Collection[FileEntry]:
-        chosen = _at_random(self._share, files)
+        chosen = files
+        if self._share < 1:
+            count = max(1, round(self._share * len(files))) if self._share else 0
+            chosen = random.sample(files, k=min(len(files), count))
         self._progress.update(self._task, total=sum(file.bytes for file in chosen))
         return chosen
 

@@ -167,7 +167,8 @@ def _chart(placed: Placed) -> str:
     over = overview_axis(placed, *_OVER)
     zoom = zoom_axis(placed, *_ZOOM)
     bottom = _TOP + _ROW * len(placed.lanes)
-    left = [_stripe(row) for row in range(0, len(placed.lanes), 2)]
+    rows = range(_TOP, bottom, 2 * _ROW)
+    left = [_tag("rect", class_="stripe", y=y, width=_WIDTH, height=_ROW) for y in rows]
     right = list(left)
     left += _downtimes(placed, over, bottom)
     left += _epochs(placed, over, bottom)
@@ -197,10 +198,6 @@ def _chart(placed: Placed) -> str:
         ),
         class_="halves",
     )
-
-
-def _stripe(row: int) -> str:
-    return _tag("rect", class_="stripe", y=_TOP + row * _ROW, width=_WIDTH, height=_ROW)
 
 
 def _grid(axis: Axis, bottom: int, heading: str) -> Iterable[str]:
