@@ -64,12 +64,18 @@ class JobWork:
         self._newest = JobProcess(call, variables, order.imports, order.cwd, order.ignored)
         return self._newest
 
-    def kill_group(self) -> None:
-        """Kill the process group of the attempt that runs, from any thread."""
+    @property
+    def group(self) -> int | None:
+        """The process group of the attempt that runs."""
         process = self._newest
-        if process is not None and process.running:
+        return process.pid if process is not None and process.running else None
+
+    def kill_group(self) -> None:
+        """Kill the attempt, from any thread."""
+        group = self.group
+        if group is not None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(group, signal.SIGKILL)
 
 
 class JobRecords(Records):
