@@ -25,8 +25,8 @@ from proof.survivors import Judgement, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "core/lifecycle": ("lifecycle", "ledger_stories"),
-        "core/ledger": ("ledger", "ledger_stories"),
+        "core/lifecycle": ("lifecycle",),
+        "core/ledger": ("ledger",),
         "core/rollback": ("journal", "recovery", "histories"),
         "core/admission": ("admission",),
         "core/images": ("blob", "image"),
