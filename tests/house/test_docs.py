@@ -81,6 +81,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+@pytest.fixture(scope="module")
+def text() -> str:
+    """The reference."""
+    return reference.reference_markdown()
+
+
 @pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_internal_links_resolve(page):
     """Catches: a page that was renamed, a heading that is gone."""
@@ -284,59 +290,57 @@ def test_prometheus_takes_the_rules_and_fires_them(tmp_path):
         assert judged.returncode == 0, judged.stdout + judged.stderr
 
 
-def test_every_setting_is_in_the_reference_with_its_meaning():
+def test_every_setting_is_in_the_reference_with_its_meaning(text):
     """Catches: a new field without an explanation."""
     fields = CheckpointConfig.model_fields
     assert [name for name, field in fields.items() if not field.description] == []
-    text = reference.reference_markdown()
     assert all(f"| `{name}` |" in text for name in fields)
 
 
-def test_every_public_name_is_in_the_reference():
+def test_every_public_name_is_in_the_reference(text):
     """Catches: a public class without a docstring or a place."""
-    text = reference.reference_markdown()
     for name in ckptfsm.__all__:
         section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         assert re.search(r"^[A-Z].*\w", section, re.M), name
 
 
-def test_every_drop_in_is_in_the_reference():
+def described(text: str, title: str) -> bool:
+    """Whether the reference has a sentence below this heading."""
+    section = text.partition(f"\n{title}\n")[2].partition("\n### ")[0]
+    return bool(re.search(r"^[A-Z`].*\w", section, re.M))
+
+
+@pytest.mark.parametrize(
+    ("package", "modules"),
+    [("integrations", reference.INTEGRATIONS), ("testing", reference.KIT)],
+    ids=["integrations", "testing"],
+)
+def test_every_drop_in_and_module_of_the_kit_is_in_the_reference(text, package, modules):
     """Catches: a trainer's author who has to read the source to learn what an entry takes."""
-    text = reference.reference_markdown()
-    for module, names in reference.INTEGRATIONS.items():
-        for name in names:
-            title = f"\n### ckptfsm.integrations.{module}.{name}\n"
-            section = text.partition(title)[2].partition("\n### ")[0]
-            assert re.search(r"^[A-Z`].*\w", section, re.M), name
+    names = [f"{module}.{name}" for module, names in modules.items() for name in names]
+    missing = [n for n in names if not described(text, f"### ckptfsm.{package}.{n}")]
+    assert missing == []
 
 
-def test_every_module_of_the_kit_is_in_the_reference():
+def test_every_module_of_the_kit_is_in_the_reference(text):
     """Catches: a page of the kit that sends its reader to signatures that are not there."""
     page = (DOCS / "testing.md").read_text(encoding="utf-8")
-    text = reference.reference_markdown()
     told = re.findall(r"^\| `ckptfsm\.testing\.(\w+)` \|", page, re.M)
     assert len(told) >= 6
     for module in told:
         assert re.search(rf"^### ckptfsm\.testing\.{module}\b.*\n", text, re.M), module
-    for module, names in reference.KIT.items():
-        for name in names:
-            title = f"\n### ckptfsm.testing.{module}.{name}\n"
-            section = text.partition(title)[2].partition("\n### ")[0]
-            assert re.search(r"^[A-Z`].*\w", section, re.M), name
 
 
-def test_the_reference_is_built(tmp_path):
+def test_the_reference_is_built(tmp_path, text):
     """Catches: a generator that does not write the page, or that links to no page."""
     assert reference.main(["--root", str(tmp_path)]) == 0
-    text = (tmp_path / "build/reference.md").read_text()
-    assert text == reference.reference_markdown()
+    assert (tmp_path / "build/reference.md").read_text() == text
     linked = re.findall(r"\]\((\.\./[^)#]+)", text)
     assert linked and all((ROOT / "build" / name).resolve().exists() for name in linked)
 
 
-def test_a_long_signature_has_a_line_for_each_parameter():
+def test_a_long_signature_has_a_line_for_each_parameter(text):
     """Catches: a comma inside of brackets that ends a line, a signature that the site cuts off."""
-    text = reference.reference_markdown()
     section = text.partition("\n### CheckpointManager.save\n")[2].partition("```\n")[0]
     assert "\n    parts: Mapping[str, Any] | None = None,\n" in section
     assert section.rstrip().endswith(") -> SaveHandle")
@@ -360,9 +364,8 @@ def test_the_summary_of_the_proof_names_every_layer():
     assert len(text.splitlines()) <= 60
 
 
-def test_the_reference_has_each_call_and_the_ranges_of_settings():
+def test_the_reference_has_each_call_and_the_ranges_of_settings(text):
     """Catches: a method of a class beside torch that is left out; a range that no setting has."""
-    text = reference.reference_markdown()
     for name in ("attach", "expect_gate", "share", "save", "rank", "recovery"):
         assert f"### CheckpointManager.{name}\n" in text
     kinds = {name: reference._kind(name) for name in ("jobs_drain_s", "writer_files", "on_tracked")}

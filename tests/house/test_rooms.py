@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 
@@ -192,16 +191,6 @@ def test_I1_deletion_is_in_one_place():
         if name in {"unlink", "rmdir", "rmtree"} or ast.unparse(call.func) == "os.remove"
     }
     assert found == DELETERS
-
-
-def test_no_test_module_imports_another():
-    """Catches: a helper that lives with the tests of something else, and moves with them."""
-    found = [
-        path.name
-        for path in (ROOT / "tests").rglob("*.py")
-        if re.search(r"^\s*(from|import) test_", path.read_text(), re.M)
-    ]
-    assert found == []
 
 
 def test_the_checked_modules_exist():

@@ -19,14 +19,9 @@ from ckptfsm.core.config import (
 )
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.retention import (
-    AllOf,
-    AnyOf,
     BestN,
-    EveryNSeconds,
-    EveryNSteps,
     KeepAll,
     LatestN,
-    Steps,
 )
 
 
@@ -127,14 +122,7 @@ def test_an_unknown_key_names_the_nearest(key: str, meant: str):
     """Catches: a typing error that leaves a job without checkpoints."""
     with pytest.raises(ConfigError, match=rf"{key}.*did you mean '{meant}") as caught:
         make_config({key: 1})
-    assert isinstance(caught.value, ValueError)
-
-
-def test_an_error_carries_the_key():
-    """Catches: facts of an error that are lost on their way through pydantic."""
-    with pytest.raises(ConfigError) as caught:
-        make_config({"on_fail": 1})
-    assert caught.value.key == "on_fail"
+    assert isinstance(caught.value, ValueError) and caught.value.key == key
 
 
 @pytest.mark.parametrize("values", [{"on_fail": 1}, {"on_busy": "queue"}, {"retention": {}}])
@@ -149,56 +137,6 @@ def test_a_key_near_nothing():
     with pytest.raises(ConfigError) as caught:
         make_config({"zzzzqqqq": 1})
     assert "did you mean" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("table", "policy"),
-    [
-        ({"latest_n": 2}, LatestN(2)),
-        ({"every_n_steps": 1000}, EveryNSteps(1000)),
-        ({"every_n_seconds": 3600.0}, EveryNSeconds(3600.0)),
-        ({"best_n": {"metric": "loss", "n": 2, "mode": "max"}}, BestN("loss", 2, "max")),
-        ({"steps": [5, 7]}, Steps([5, 7])),
-        ({"keep_all": True}, KeepAll()),
-        ({"latest_n": 1, "every_n_steps": 5}, AnyOf((LatestN(1), EveryNSteps(5)))),
-        ({"any_of": [{"latest_n": 1}, {"steps": [1]}]}, AnyOf((LatestN(1), Steps([1])))),
-        ({"all_of": [{"latest_n": 3}, {"every_n_steps": 2}]}, AllOf((LatestN(3), EveryNSteps(2)))),
-        (LatestN(4), LatestN(4)),
-    ],
-)
-def test_retention_tables(table, policy):
-    """Catches: a table that keeps fewer checkpoints than it says."""
-    assert make_config({"retention": table}).retention == policy
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        {},
-        None,
-        5,
-        "latest",
-        {"latest": 2},
-        {"latest_n": -1},
-        {"latest_n": "2"},
-        {"latest_n": True},
-        {"latest_n": 1.5},
-        {"latest_n": {"count": 2}},
-        {"every_n_steps": 0},
-        {"every_n_seconds": 0},
-        {"every_n_seconds": math.inf},
-        {"every_n_seconds": "60"},
-        {"best_n": {"n": 2}},
-        {"best_n": {"metric": "loss", "mode": "best"}},
-        {"any_of": []},
-        {"all_of": "latest_n"},
-        {"steps": 5},
-    ],
-)
-def test_nonsense_retention_is_refused(table):
-    """Catches: a policy that fails at the first prune, days into the job."""
-    with pytest.raises(ConfigError):
-        make_config({"retention": table})
 
 
 @pytest.mark.parametrize(
@@ -221,6 +159,10 @@ def test_nonsense_retention_is_refused(table):
         {"on_busy": "queue"},
         {"resume": "scratch"},
         {"verify": "sha256"},
+        {"retention": {}},
+        {"retention": 5},
+        {"retention": {"latest_n": "2"}},
+        {"retention": {"latest_n": True}},
         {"writer_files": 0},
         {"writer_files": 65},
         {"exchange_every": 0},

@@ -17,7 +17,6 @@ from ckptfsm.core.errors import (
     CkptFsmError,
     OutcomeUnknown,
     RecoveryWarning,
-    StepExistsError,
     StorageError,
 )
 
@@ -162,12 +161,6 @@ def test_F10_name_ranks():
     assert errors.name_ranks([3, 0]) == "0, 3"
     assert errors.name_ranks(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
     assert errors.name_ranks(range(20)) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
-
-
-def test_a_refused_step_names_the_directory_there():
-    """Catches: a refusal that does not tell the caller the latest step."""
-    error = StepExistsError("taken", step=5, latest=9)
-    assert (error.step, error.latest) == (5, 9) and "latest=9" in str(error)
 
 
 def test_F30_bytes_that_utf8_cannot_hold_are_written_out():

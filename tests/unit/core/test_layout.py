@@ -99,7 +99,8 @@ def test_F30_other_names_that_are_not_ours():
         assert layout.parse_epoch(name) is None, name
     for name in ("1.ndjson", "0000001.ndjson", "000001.ndjson.bak", "000001", ".ndjson"):
         assert layout.parse_segment(name) is None, name
-    for name in ("5", ".json", "x.json", "-5.json", "٣.json", "9" * 17 + ".json", "5.json.tmp-1"):
+    pins = ("5", ".json", "x.json", "-5.json", "٣.json", "0005.json", "9" * 16 + ".json")
+    for name in (*pins, "9" * 17 + ".json", "5.json.tmp-1"):
         assert layout.parse_pin(name) is None, name
     for name in ("5.nonce", "x.nonce.json", ".json", "5.nonce.json.tmp-1"):
         assert layout.parse_reader(name) is None, name
@@ -188,9 +189,3 @@ def test_names_of_directories_that_were_moved_aside():
         assert layout.is_given_up(name) and layout.parse_aside(name) is None, name
     for name in ("100.e7.a2", "100.e7.a2.1", "GONE-100.e7.a2", "a-gone-100.e7.a2"):
         assert not layout.is_given_up(name), name
-
-
-@pytest.mark.parametrize("name", ["0005.json", "9999999999999999.json"])
-def test_a_pin_has_one_name_only(name):
-    """Catches: a pin that protects step 5 and that ``unpin(5)`` never finds."""
-    assert layout.parse_pin(name) is None

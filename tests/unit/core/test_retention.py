@@ -318,23 +318,11 @@ def test_parse_policy_names_the_known_ones():
         lambda: parse_policy({"any_of": "latest_n"}),
         lambda: parse_policy({"all_of": 2}),
         lambda: parse_policy({"keep_all": False}),
+        lambda: parse_policy({"steps": "123"}),
     ],
-    ids=["seconds", "text", "no text", "true", "half", "any_of", "all_of", "keep_all"],
+    ids=["seconds", "text", "no text", "true", "half", "any_of", "all_of", "keep_all", "steps"],
 )
 def test_F28_text_and_false_are_no_policies(build):
     """Catches: text taken for a number or for a list of policies; keep_all = false that keeps all."""
     with pytest.raises(ConfigError):
         build()
-
-
-@pytest.mark.parametrize("table", [{"steps": "123"}, {"keep_all": False}])
-def test_F28_a_table_that_would_keep_something_else_is_refused(table):
-    """Catches: text read as a list of steps, which keeps none; ``keep_all = false`` read as true."""
-    with pytest.raises(ConfigError):
-        parse_policy(table)
-
-
-def test_F28_seconds_given_as_text_are_a_config_error():
-    """Catches: a ``TypeError`` out of a comparison."""
-    with pytest.raises(ConfigError):
-        EveryNSeconds("often")

@@ -265,14 +265,6 @@ def test_make_dirs_is_repeatable_and_durable(storage):
     ]
 
 
-def test_F4_made_directories_survive_power_loss():
-    """Catches: a parent fsync left out."""
-    disk = SimDisk()
-    durable.make_dirs(SimStorage(disk), "a/b/c")
-    disk.crash("all_lost")
-    assert SimStorage(disk).stat("a/b/c").kind == "dir"
-
-
 def test_F4_a_file_in_a_purged_directory_survives_power_loss():
     """Catches: a directory that is made anew for a pin, and that a power loss takes with the pin."""
     disk = SimDisk()
@@ -367,11 +359,6 @@ def test_storage_error_names_call_file_and_errno():
     assert (error.file, error.errno_name) == ("j", None) and "strange" in str(error)
 
 
-def test_parent_of():
-    """Catches: the wrong directory fsynced."""
-    assert [durable.parent_of(p) for p in ("a/b/c", "a", "")] == ["a/b", "", ""]
-
-
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
     """Found by attack. Catches: a rename that did not happen taken for done, as the old file has
     the same content. The trusted file was never fsynced then, and a power loss takes it."""
@@ -391,16 +378,6 @@ def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
     ]
     disk.crash("all_lost")
     assert disk.snapshot()["f"] == b"content"
-
-
-def test_F5_F6_a_put_can_be_repeated_after_its_fsync_failed():
-    """Catches: the temporary name of the failed one, which no later put of that process passes."""
-    storage = SimStorage(SimDisk())
-    storage.disk.fail_fsync(errno.EIO)
-    with pytest.raises(OSError):
-        durable.put(storage, "f", b"1", tag="t")
-    durable.put(storage, "f", b"1", tag="t")
-    assert storage.read("f", 10) == b"1"
 
 
 @pytest.mark.parametrize("size", [0, 1, durable.SMALL_BYTES - 1, durable.SMALL_BYTES, 200_000])

@@ -197,13 +197,6 @@ def test_F20_a_torn_tail_at_every_byte_is_ignored(after):
     assert len(everything.records) == 5 and everything.end == len(first + last)
 
 
-def test_F20_a_torn_tail_leaves_the_earlier_state():
-    """Catches: a half-written transition that counts."""
-    storage = plant(lines(opened(), *life(4)) + encode_line(move(*LIFE[4]))[:-9] + b"\n" * 99)
-    history = read_history(storage)
-    assert history.ledger.in_flight().state is S.FINALIZED
-
-
 def test_F20_damage_in_the_middle_is_corruption_at_its_offset():
     """Catches: a record in the middle silently skipped."""
     records = [opened(), *life(4)]
@@ -535,16 +528,6 @@ def test_F2_a_segment_that_was_created_but_not_begun_is_passed_over():
     after = read_history(storage)
     assert after.ledger == before.ledger and after.seals == before.seals
     assert after.newest_epoch == newest_segment(storage) == 4
-
-
-def test_names_beside_the_segments_are_no_segments():
-    """Catches: a temporary or a person's copy read as history."""
-    storage, zombie = sealed()
-    zombie.close()
-    before = read_history(storage)
-    for name in ("000009.ndjson.bak", "9.ndjson", "notes"):
-        storage.disk.plant_file(f"{JOURNAL}/{name}", b"junk")
-    assert read_history(storage) == before
 
 
 # ------------------------------------------------------------------------ full and failing disks

@@ -99,13 +99,13 @@ def test_the_handle_tells_bytes_while_the_writer_writes(tmp_path):
     assert skipped.progress is None
 
 
-def test_a_failed_save_keeps_the_progress_of_its_end(tmp_path):
-    """Catches: a failed save whose time goes on, or that is told to be durable."""
-
-    def die(name: str, rank: int) -> None:
-        os._exit(3)
-
-    with manager_of(tmp_path, before_write=die, on_failure="warn") as manager:
+@pytest.mark.parametrize("progress", ["log", "off"])
+def test_a_failed_save_keeps_the_progress_of_its_end(tmp_path, caplog, progress):
+    """Catches: a failed save whose time goes on, or that is told to be durable; a log line of a trainer
+    that never asked for it."""
+    caplog.set_level("INFO", logger="ckptfsm")
+    settings = {"on_failure": "warn", "progress": progress}
+    with manager_of(tmp_path, before_write=lambda *_: os._exit(3), **settings) as manager:
         handle = manager.save(1, {"w": 1})
         with pytest.raises(SaveFailed):
             handle.wait()
@@ -114,6 +114,11 @@ def test_a_failed_save_keeps_the_progress_of_its_end(tmp_path):
         found = handle.progress
         assert found is not None and not found.durable
         assert handle.progress == found
+        lines = said(caplog)
+    assert len(lines) == (progress == "log")
+    for line in lines:
+        assert line.tracked is False
+        assert line.getMessage().startswith("step 1 failed after ")
 
 
 def test_each_rank_has_its_own_progress_and_rank_0_logs_all(tmp_path, caplog):
@@ -149,27 +154,6 @@ def test_a_save_is_one_log_line_by_the_agent_and_by_rounds(tmp_path, caplog, mai
     assert [line.bytes for line in lines] == sizes
     assert [line.step for line in lines] == [1, 2]
     assert all(line.seconds > 0 and line.bytes_per_s > 0 for line in lines)
-
-
-def test_nothing_is_shown_unless_it_is_asked_for(tmp_path, caplog):
-    """Catches: a log line for each save of a trainer that never asked for it."""
-    caplog.set_level("INFO", logger="ckptfsm")
-    with manager_of(tmp_path, progress="off") as manager:
-        assert manager.save(1, {"w": 1}).wait().progress is not None
-    assert said(caplog) == []
-
-
-def test_a_failed_save_is_logged_as_failed(tmp_path, caplog):
-    caplog.set_level("INFO", logger="ckptfsm")
-    with manager_of(tmp_path, before_write=lambda *_: os._exit(3), on_failure="warn") as manager:
-        handle = manager.save(1, {"w": 1})
-        with pytest.raises(SaveFailed):
-            handle.wait()
-        with pytest.warns(SaveFailedWarning):
-            manager.poll()
-        (line,) = said(caplog)
-    assert line.tracked is False
-    assert line.getMessage().startswith("step 1 failed after ")
 
 
 def test_a_worker_of_a_group_tells_its_share_and_the_controller_logs_all(tmp_path, caplog):

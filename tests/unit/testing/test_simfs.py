@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import make_dirs, move, put, write_all, write_new
-from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import (
     BLOCK_BYTES,
     ProcessDead,
@@ -79,23 +78,6 @@ def test_F4_a_synced_file_under_synced_names_survives(choose: Drawn, depth: int)
     create(storage, "noise", OLD)
     disk.crash(choose)
     assert SimStorage(disk).read(path, 9999) == NEW
-
-
-@settings(max_examples=300)
-@given(choices, st.integers(0, 13))
-def test_F4_put_shows_old_or_new_at_every_crash_point(choose: Drawn, index: int) -> None:
-    disk = SimDisk(short_writes=1000)
-    put(SimStorage(disk), "f", OLD, tag="1")
-    storage = FaultStorage(SimStorage(disk), before=crash_at(index))
-    done = False
-    try:
-        put(storage, "f", NEW, tag="2")
-        done = True
-    except ProcessDead:
-        pass
-    disk.crash(choose)
-    seen = disk.snapshot()["f"]
-    assert seen == NEW if done else seen in (OLD, NEW)
 
 
 @settings(max_examples=300)
@@ -306,22 +288,6 @@ def test_F4_put_without_a_sync_is_caught(method: str) -> None:
         disk.crash(random.Random(seed))
         violations += disk.snapshot()["f"] != NEW
     assert violations > 0
-
-
-@pytest.mark.parametrize("method", ["fsync", "fsync_dir"])
-def test_F4_hypothesis_finds_the_missing_sync(method: str) -> None:
-    """As above, with the search that the property tests use: it must find and shrink it."""
-
-    @settings(max_examples=500, database=None)
-    @given(choices)
-    def check(choose: Drawn) -> None:
-        disk = SimDisk()
-        put(Without(SimStorage(disk), method), "f", NEW, tag="1")  # type: ignore[arg-type]
-        disk.crash(choose)
-        assert disk.snapshot().get("f") == NEW
-
-    with pytest.raises(AssertionError):
-        check()
 
 
 def test_F6_a_failed_fsync_drops_the_data_and_the_next_one_succeeds() -> None:
