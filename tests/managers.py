@@ -6,9 +6,16 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.posix_storage import OpenPosix
+from ckptfsm.core.config import make_config
 from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.wiring import system_ports
+from ckptfsm.writers.plain_files import FilesDriver, FileTree
 from ckptfsm.writers.rank_writer import launch_forked
 
 TEMPLATE = {"weights": None}
@@ -19,6 +26,28 @@ QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
 
 def weights(step: int) -> dict[str, object]:
     return {"weights": b"w%d" % step, "step": step}
+
+
+def files_manager(root: Path) -> Manager:
+    """Of parts that are files alone, with the ports of the system."""
+    ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(str(root)))
+    return Manager(ports, make_config(QUICK))
+
+
+def tree(content: str) -> FileTree:
+    return FileTree(lambda where: Path(where, "tokenizer.json").write_text(content) and None)
+
+
+def link_to_one_of_two_runs(place: Path) -> Path:
+    """``current`` leads to ``a``; ``a`` and ``b`` have a step 1 each, in the root ``gpt``."""
+    for name in ("a", "b"):
+        (place / name).mkdir()
+        run = files_manager(place / name / "gpt")
+        run.save(1, parts={"t": tree(f"of run {name}")}).wait()
+        run.close()
+    current = place / "current"
+    current.symlink_to(place / "a")
+    return current
 
 
 class Unread:

@@ -25,7 +25,6 @@ from roots import (
     destinations,
     foreign_attempt,
     left,
-    read_segments,
     replace,
     saved,
     staged,
@@ -184,16 +183,6 @@ def test_F10_a_wrong_world_size_condemns_the_attempt(event: str):
     failed = job.coordinator.ledger.checkpoints[of]
     assert (failed.state, failed.reason) == (State.FAILED, "wrong_world_size")
     assert "rank 1" in failed.detail
-
-
-@pytest.mark.parametrize("rank", [2, -1, 10**6])
-def test_F10_a_rank_of_no_such_number_is_rejected(rank: int):
-    """Catches: a rank outside the job that completes the count."""
-    job = start(SimDisk())
-    of, _ = staged(job, 1)
-    job.write(of, 0)
-    job.coordinator.report([ShardReported(of, "state", rank, 2, 10)])
-    assert tracked(job) == [] and job.coordinator.ledger.in_flight().id == of
 
 
 def test_one_failed_attempt_is_told_once_and_cleaned_when_all_writers_are_gone():
@@ -771,22 +760,6 @@ def test_F20_damage_in_the_middle_changes_nothing_and_raises():
     assert after == before
 
 
-def test_F20_bytes_after_a_seal_do_not_count():
-    """F13. Catches: a zombie's last words in its segment taken for history."""
-    disk = SimDisk()
-    zombie = saved(disk, 1)
-    second = start(disk, "second", takeover=True)
-    stale = AttemptId(1, 1, 1)
-    zombie.coordinator._engine.append(  # past its check: the one effect that can still land
-        zombie.records[-1].model_copy(update={"event": "withdrawn", "dest": State.QUARANTINED})
-    )
-    assert stale in second.coordinator.ledger.checkpoints
-    second.close()
-    disk.kill("second")
-    disk.kill("first")
-    assert tracked(start(disk, "third")) == [1]
-
-
 def test_I9_a_fenced_one_says_so_first():
     """Found by attack. Catches: a save that failed for a staging directory that was not found, or a root
     that is said to be damaged, where another job has taken it over."""
@@ -1050,23 +1023,6 @@ def test_F12_a_second_one_of_the_same_process_does_not_wait():
     with pytest.raises(RootBusy):
         start(disk, clock=clock)
     assert clock.now == 1000
-
-
-def test_F13_a_writer_that_wakes_up_late_cannot_touch_a_newer_attempt():
-    """Catches: files of a dead run's writer inside the next attempt, or its directory recreated."""
-    disk = SimDisk()
-    first = saved(disk, 1)
-    of, directory = staged(first, 2)
-    second = start(disk, "second", takeover=True)
-    assert directory not in disk.snapshot()
-    new, target = staged(second, 2)
-    before = below(disk, target)
-    with pytest.raises(OSError):
-        written_by_a_child(first, of, 0)
-    assert below(disk, target) == before and directory not in disk.snapshot()
-    second.write(new, 0)
-    second.write(new, 1)
-    assert second.acknowledged == [2]
 
 
 # ----------------------------------------------------------------------- fatal errors, refusals, space

@@ -93,22 +93,19 @@ def test_F21_a_flipped_byte_is_found_and_ends_the_reading(
     assert gathered.places[-1][0] == 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("more", [1, DIRECT_ALIGNMENT])
-def test_F21_a_file_that_has_grown_is_bad(storage: Storage, size: int, more: int) -> None:
-    files, (data,) = made(storage, [size])
-    storage.unlink("f0")
-    write_new(storage, "f0", data + b"x" * more)
-    assert first_bad_file(storage, files, Gathered(1), never) == 0
-
-
-@pytest.mark.parametrize("size", SIZES[1:])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
-def test_F21_a_cut_file_is_bad(storage: Storage, size: int, kept: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "there"),
+    [(size, kept) for size in SIZES[1:] for kept in (0.0, 0.5, 1.0)]
+    + [(size, more) for size in SIZES for more in ("x", "x" * DIRECT_ALIGNMENT)],
+)
+def test_F21_a_file_that_was_cut_or_has_grown_is_bad(
+    storage: Storage, size: int, there: float | str
+) -> None:
     """Catches: a missing end that is waited for, and bytes at the wrong place behind a gap."""
     files, (data,) = made(storage, [size])
+    changed = data + there.encode() if isinstance(there, str) else data[: int((size - 1) * there)]
     storage.unlink("f0")
-    write_new(storage, "f0", data[: int((size - 1) * kept)])
+    write_new(storage, "f0", changed)
     assert first_bad_file(storage, files, Gathered(1), never) == 0
 
 

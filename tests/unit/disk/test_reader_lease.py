@@ -7,38 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from managers import QUICK
+from managers import files_manager, link_to_one_of_two_runs, tree
 
-from ckptfsm.adapters.local_transport import LocalTransport
-from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
-from ckptfsm.core.config import make_config
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import NotPermitted, StorageError
 from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.ranks.manager import Manager
-from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.writers.plain_files import FilesDriver, FileTree
-
-
-def files_manager(root: Path) -> Manager:
-    ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(str(root)))
-    return Manager(ports, make_config(QUICK))
-
-
-def tree(content: str) -> FileTree:
-    return FileTree(lambda where: Path(where, "tokenizer.json").write_text(content) and None)
-
-
-def link_to_one_of_two_runs(place: Path) -> Path:
-    """``current`` leads to ``a``; ``a`` and ``b`` have a step 1 each, in the root ``gpt``."""
-    for name in ("a", "b"):
-        (place / name).mkdir()
-        run = files_manager(place / name / "gpt")
-        run.save(1, parts={"t": tree(f"of run {name}")}).wait()
-        run.close()
-    current = place / "current"
-    current.symlink_to(place / "a")
-    return current
 
 
 @pytest.mark.parametrize("when", ["before it is entered", "before it is renewed"])

@@ -120,19 +120,15 @@ def test_F27_each_hold_that_comes_during_the_move_brings_it_back(disk, job, medd
         (newer_is_gone, "step 2 is not there"),
     ],
 )
-def test_F27_a_crash_after_the_move_leaves_each_hold_to_the_next_start(disk, job, meddle, why):
-    """Catches: a checkpoint that is held, and stays in the trash for a process that was killed."""
-    vandal(disk).rename(ONE, ASIDE)
-    meddle(disk)
-    assert mover_of(job).prune(checkpoint(job, 1), 2) == Pruned(kept=why)
-    assert ONE in names(disk) and names(disk, TRASH) == []
-
-
-def test_I10_a_crash_after_the_move_of_an_unkept_step_changes_nothing(disk, job):
-    """Catches: a prune that is undone, or waits for ever, because a crash came in the middle."""
+def test_F27_I10_a_crash_after_the_move_leaves_each_hold_to_the_next_start(disk, job, meddle, why):
+    """Catches: a checkpoint that is held, and stays in the trash for a process that was killed; a prune
+    that is undone, or waits for ever, as a crash came in the middle."""
     vandal(disk).rename(ONE, ASIDE)
     assert mover_of(job).prune(checkpoint(job, 1), 2) == Pruned()
     assert ONE not in names(disk) and names(disk, TRASH) == ["1.e1.a1"]
+    meddle(disk)
+    assert mover_of(job).prune(checkpoint(job, 1), 2) == Pruned(kept=why)
+    assert ONE in names(disk) and names(disk, TRASH) == []
 
 
 def test_I7_a_held_checkpoint_whose_name_is_taken_is_told_of(disk, job):

@@ -1718,21 +1718,6 @@ def crash_at_rename_to(run: Run, name: str) -> None:
 # ------------------------------------------------------------------------------ two on one root
 
 
-def test_F12_a_second_process_is_refused(run: Run):
-    """Catches: two trainers on one root in two processes, where only the lock can tell."""
-    run.saved(1)
-    mine = os.getpid()
-
-    def other() -> tuple[str, int]:
-        try:
-            Manager(fake_ports(run.root), make_config(QUICK))
-        except RootBusy as error:
-            return error.kind, error.pid
-        return "opened", 0
-
-    assert fork_child(other, keep=()).wait(30).payload == ("root_busy", mine)
-
-
 def test_F12_a_takeover_fences_the_first(run: Run):
     """I9. Catches: the older manager going on to save, prune or track."""
     first = run.saved(1, hooks=())

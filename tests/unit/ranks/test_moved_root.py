@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from fakes import fake_ports
-from managers import QUICK, weights
+from managers import QUICK, files_manager, link_to_one_of_two_runs, tree, weights
 
-from ckptfsm.adapters.local_transport import LocalTransport
-from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import (
     SaveFailed,
@@ -17,8 +16,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import QUARANTINE, TRASH
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.ranks.wiring import system_ports
-from ckptfsm.writers.plain_files import FilesDriver, FileTree
+from ckptfsm.writers.plain_files import FileTree
 
 
 def test_F16_a_link_in_the_trash_is_put_aside(tmp_path: Path):
@@ -30,15 +28,6 @@ def test_F16_a_link_in_the_trash_is_put_aside(tmp_path: Path):
     (root / TRASH / "7.e1.a9").symlink_to(tmp_path / "outside")
     Manager(fake_ports(lambda create: PosixStorage(root)), make_config(QUICK)).close()
     assert (root / QUARANTINE / "7.e1.a9").is_symlink() and (tmp_path / "outside").is_dir()
-
-
-def files_manager(root: Path) -> Manager:
-    ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(str(root)))
-    return Manager(ports, make_config(QUICK))
-
-
-def tree(content: str) -> FileTree:
-    return FileTree(lambda where: Path(where, "tokenizer.json").write_text(content) and None)
 
 
 @pytest.mark.parametrize("when", ["before the save", "while its files are made"])
@@ -84,18 +73,6 @@ def test_a_job_goes_on_in_the_directory_that_it_opened(tmp_path: Path):
     with pytest.raises(SaveFailed, match=r"any more \(FileNotFoundError"):
         ours.save(2, parts={"t": tree("made by path")}).wait()
     ours.close()
-
-
-def link_to_one_of_two_runs(place: Path) -> Path:
-    """``current`` leads to ``a``; ``a`` and ``b`` have a step 1 each, in the root ``gpt``."""
-    for name in ("a", "b"):
-        (place / name).mkdir()
-        run = files_manager(place / name / "gpt")
-        run.save(1, parts={"t": tree(f"of run {name}")}).wait()
-        run.close()
-    current = place / "current"
-    current.symlink_to(place / "a")
-    return current
 
 
 @pytest.mark.parametrize("how", ["link", "rename"])

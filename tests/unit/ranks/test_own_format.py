@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from fakes import ThreadTransport, fake_ports, run_ranks
 from managers import QUICK
 from snapshots import files_of
 
@@ -25,7 +26,6 @@ from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.verification import verify_step
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.checks import assert_writer_sound
-from ckptfsm.testing.fakes import ThreadTransport, fake_ports, run_ranks
 from ckptfsm.writers.plain_files import FilesDraft, FilesDriver
 from ckptfsm.writers.shard_file import ShardFile
 
