@@ -1046,15 +1046,6 @@ def test_F29_a_forked_child_does_not_have_the_lock(posix: PosixStorage) -> None:
     assert _in_child(lambda: posix.try_lock("lock") is not None)
 
 
-def test_a_forked_child_writes_through_the_same_root(posix: PosixStorage) -> None:
-    def write() -> bool:
-        create(posix, "from_child", b"hi")
-        return True
-
-    assert _in_child(write)
-    assert posix.read("from_child", 9) == b"hi"
-
-
 @pytest.fixture
 def small_disk(posix: PosixStorage) -> Iterator[str]:
     """A mounted file system of 64 KiB at ``small`` inside the store."""

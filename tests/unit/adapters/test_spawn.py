@@ -197,11 +197,18 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    "also",
-    ["alone", "loader", "stopped", "thread", "stopped_program", "stopped_program_of_thread"],
+    ("number", "also"),
+    [
+        (signal.SIGTERM, "alone"),
+        (signal.SIGKILL, "alone"),
+        (signal.SIGKILL, "loader"),
+        (signal.SIGKILL, "stopped"),
+        (signal.SIGKILL, "thread"),
+        (signal.SIGKILL, "stopped_program"),
+        (signal.SIGKILL, "stopped_program_of_thread"),
+    ],
 )
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_F3_it_ends_with_its_trainer(also, number):
+def test_F3_it_ends_with_its_trainer(number, also):
     """Catches: a writer that outlives its trainer, while a forked data loader keeps the socket of that,
     or while it is stopped, even before its first instruction; one that ends with the thread that
     started it."""

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from real_roots import crashed, real_job, real_root
 
-import ckptfsm
 from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded
 from ckptfsm.core.layout import TRACKER, VERL
 from ckptfsm.core.lifecycle import State
@@ -462,8 +461,3 @@ def test_a_root_that_is_a_link_is_refused(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="symbolic link"):
         next(checkpoints(tmp_path / "link", clock=Turns()))
-
-
-def test_the_names_are_public():
-    assert ckptfsm.checkpoints is checkpoints
-    assert ckptfsm.wait_for_new_checkpoint is wait_for_new_checkpoint

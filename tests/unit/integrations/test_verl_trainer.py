@@ -28,7 +28,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.jobs import Job, Task
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl import uploads
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, attach
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
@@ -392,47 +392,6 @@ def test_a_remote_directory_that_is_not_there_is_made(run):
     save(checkpoints, 1)
     checkpoints.close()
     assert (there / "global_step_1/data.pt").exists()
-
-
-@pytest.mark.parametrize("on_failure", ["raise", "warn"])
-def test_a_remote_place_that_is_away_does_not_stop_a_resume(run, on_failure):
-    """Catches: a run that cannot go on with the checkpoint that it has, because a copy is not there."""
-    checkpoints = run.start()
-    save(checkpoints, 1)
-    checkpoints.close()
-    away = HdfsMirror("hdfs://host/run", command=("/nowhere/hdfs", "dfs"))
-    settings = {**SETTINGS, "on_failure": on_failure}
-    again = run.start(away, settings=settings, resume_mode="auto")
-    with again.loading():
-        assert again.controller.latest_step() == 1
-    again._uploads.told.put(again._uploads.told.get(timeout=60.0))
-    match = "the upload of step 1 failed: .*/nowhere/hdfs dfs"
-    said = pytest.warns(SaveFailedWarning, match=match)
-    with said if on_failure == "warn" else pytest.raises(SaveFailed, match=match):
-        again.poll()
-    assert again.controller.all_steps() == [1]
-
-
-def test_a_failed_upload_at_the_end_costs_no_later_copy(run):
-    """Catches: the last step's copy, dropped with all others because an older one's failed."""
-    checkpoints = run.start(FailsFirst(str(run.there)))
-    for step in (1, 2, 3):
-        save(checkpoints, step)
-        checkpoints.controller.wait_until_finished()
-    with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
-        checkpoints.close()
-    assert run.uploaded() == ["global_step_2", "global_step_3"]
-    assert os.listdir(run.root / ".ckptfsm/readers") == [] and is_free(run.root)
-
-
-@dataclass(frozen=True, slots=True)
-class FailsFirst(DirectoryMirror):
-    """A remote place that is away while the first step is copied."""
-
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
-        if copy.of.step == 1:
-            raise OSError(5, "away for a moment")
-        DirectoryMirror.upload(self, source, copy, files)
 
 
 def test_every_setting_has_an_effect_or_is_refused():
