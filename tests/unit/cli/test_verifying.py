@@ -81,42 +81,27 @@ def test_another_runs_checkpoint_is_told(tmp_path, capsys):
     assert "good" in said(capsys, "verify", "10", "-r", tmp_path / "mine")
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_judged(
-    tmp_path, capsys, monkeypatch
-):
-    job = real_job(tmp_path)
-    for step in (10, 20):
-        job.save(step, TREE)
-    looked = verification.read_commit
-
-    def after_a_prune(storage, name):
-        if job.coordinator.ledger.at(10) is not None:
-            job.coordinator.delete(10)
-        return looked(storage, name)
-
-    monkeypatch.setattr(verification, "read_commit", after_a_prune)
-    assert "gone from its name meanwhile" in said(capsys, "verify", "10", "-r", tmp_path)
-    job.close()
-
-
-def test_a_step_that_is_saved_again_while_it_is_verified_is_not_judged(
-    tmp_path, capsys, monkeypatch
+@pytest.mark.parametrize("step", [10, 20], ids=["pruned", "saved again"])
+def test_a_checkpoint_that_goes_while_it_is_verified_is_not_judged(
+    step, tmp_path, capsys, monkeypatch
 ):
     """Catches: a good checkpoint called another run's, because it took the place of the one that the
     journal knew a moment ago."""
     job = real_job(tmp_path)
-    for step in (10, 20):
-        job.save(step, TREE)
-    looked, before = verification.read_commit, job.coordinator.ledger.at(20)
+    for each in (10, 20):
+        job.save(each, TREE)
+    looked, before = verification.read_commit, job.coordinator.ledger.at(step)
 
-    def after_it_was_saved_again(storage, name):
-        if job.coordinator.ledger.at(20) == before:
+    def after_a_change(storage, name):
+        if job.coordinator.ledger.at(step) == before and step == 10:
+            job.coordinator.delete(10)
+        elif job.coordinator.ledger.at(step) == before:
             job.coordinator.rollback(10)
             job.save(20, TREE)
         return looked(storage, name)
 
-    monkeypatch.setattr(verification, "read_commit", after_it_was_saved_again)
-    assert "gone from its name meanwhile" in said(capsys, "verify", "20", "-r", tmp_path)
+    monkeypatch.setattr(verification, "read_commit", after_a_change)
+    assert "gone from its name meanwhile" in said(capsys, "verify", str(step), "-r", tmp_path)
     job.close()
 
 

@@ -24,20 +24,13 @@ def test_the_librarys_policies_are_sound(policy):
 
 
 def test_a_policy_that_keeps_the_steps_its_author_means():
-    class KeepEven(Policy):
-        def preserve(self, checkpoints):
-            return {c.step for c in checkpoints if c.step % 2 == 0}
-
-    assert_policy_sound(KeepEven(), keeps=lambda cs: {c.step for c in cs if c.step % 4 == 0})
-
-
-def test_a_policy_that_answers_with_a_generator_is_sound():
-    """Catches: an answer that is looked at twice: the second time it is empty."""
+    """Catches: an answer that is looked at twice: the second time, a generator is empty."""
 
     class Lazy(Policy):
         def preserve(self, checkpoints):
             return (c.step for c in checkpoints if c.step % 2 == 0)
 
+    assert_policy_sound(Lazy(), keeps=lambda cs: {c.step for c in cs if c.step % 4 == 0})
     assert_policy_sound(Lazy(), keeps=lambda cs: [c.step for c in cs if c.step % 2 == 0])
 
 

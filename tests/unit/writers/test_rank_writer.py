@@ -276,14 +276,6 @@ def test_a_large_shard_has_the_digest_of_its_content(root: Path):
     assert entry.bytes == 3 << 20 and entry.digest == storage.digest(f"{LOCATION}/large")
 
 
-def test_a_shard_on_a_full_disk_raises(disk: SimDisk):
-    """F5. Catches: a file of zero bytes that gets a receipt."""
-    disk.capacity = disk.used + 10
-    shard = ShardFile(SimStorage(disk, "writer"), f"{LOCATION}/x")
-    with pytest.raises(OSError):
-        shard.write(b"y" * 100)
-
-
 # --------------------------------------------------------------------------- what is believed
 
 

@@ -155,8 +155,27 @@ def ends(writer: RankWriter) -> list[object]:
     raise AssertionError("the writer does not end")
 
 
+def begin_attempt(root: Path, step: int = 6, number: int = 2) -> AttemptId:
+    """Another attempt, whose directory is there."""
+    of = AttemptId(step, 1, number)
+    (root / staging_dir(of)).mkdir(parents=True)
+    return of
+
+
+def written(root: Path, files: str = "__0", of: AttemptId = OF) -> list[bytes]:
+    """The content of the files of a part, in their order."""
+    found = (root / staging_dir(of)).glob(f"{files}_*.distcp")
+    return [path.read_bytes() for path in sorted(found)]
+
+
 def pid_of(writer: RankWriter) -> int:
     return writer.process._process.pid
+
+
+def second_save(used: WriteEngine, storage, root: Path, *parts) -> RankWriter:
+    run = writer(used, storage, *parts, of=begin_attempt(root))
+    assert isinstance(ends(run)[-1], ShardReported)
+    return run
 
 
 @pytest.mark.parametrize("mode", ["eager", "gated"])
@@ -168,8 +187,7 @@ def test_a_state_is_written_and_reported(engine, storage, root, mode):
     assert forked == WriterForked(OF, 0, 1)
     assert (shards.part, shards.shard_bytes) == ("state", sum(len(state.wanted(i)) for i in (0, 1)))
     assert (plain.part, plain.shard_bytes) == ("data.pt", 5)
-    for index in (0, 1):
-        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
+    assert written(root) == [state.wanted(0), state.wanted(1)]
     assert (root / LOCATION / receipt_name("state", 0)).exists()
 
 
@@ -230,8 +248,10 @@ def test_a_copy_is_read_in_place_of_its_shared_segment():
     ]
 
 
-def test_a_state_that_changed_too_early_leaves_no_receipt(engine, storage, root):
-    """Catches: a torn checkpoint that counts."""
+@pytest.mark.parametrize("writers", [1, 2])
+def test_a_state_that_changed_too_early_leaves_no_receipt(engine, storage, root, dies, writers):
+    """Catches: a torn checkpoint that counts, also of a writer that began again."""
+    dies[0] = writers - 1
     run = writer(engine(mode="gated"), storage, State().part(), changed=lambda: "w1 was changed")
     [failed] = ends(run)
     assert (failed.reason, failed.detail) == ("state_changed", "rank 0: w1 was changed")
@@ -240,25 +260,12 @@ def test_a_state_that_changed_too_early_leaves_no_receipt(engine, storage, root)
     assert run.poll(0.0) == [failed]
 
 
-def test_no_receipt_before_the_copy_is_confirmed(engine, storage, root):
-    """Catches: a receipt on disk of a trainer that died before it could look at its state."""
-    process = engine(mode="gated")(storage, job(State().part()))
-    process.await_copy(WAIT_S)
-    assert process.holds_copy
-    assert process.wait(0.5) is None
-    assert not (root / LOCATION / receipt_name("state", 0)).exists()
-    process.confirm()
-    assert process.wait(WAIT_S).succeeded
-    assert (root / LOCATION / receipt_name("state", 0)).exists()
-
-
 def test_the_process_stays_for_the_next_save(engine, storage, root):
     """Catches: a new process for each save, with memory that is taken anew each time."""
     used = engine()
     pids = set()
     for attempt in (1, 2, 3):
-        of = AttemptId(attempt, 1, attempt)
-        (root / staging_dir(of)).mkdir(parents=True)
+        of = begin_attempt(root, attempt, attempt)
         run = writer(used, storage, State().part(), of=of)
         ends(run)
         pids.add(pid_of(run))
@@ -276,9 +283,7 @@ def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine,
     assert isinstance(end, Failed)
     assert "SIGKILL" in end.detail
     assert run.kill(WAIT_S)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    again = writer(used, storage, State().part(), of=of)
+    again = writer(used, storage, State().part(), of=begin_attempt(root))
     assert isinstance(ends(again)[-1], ShardReported)
     assert pid_of(again) != pid_of(run)
 
@@ -331,14 +336,11 @@ def test_F1_a_process_that_dies_before_it_has_read_begins_again(
     used, state = engine(mode=mode), State()
     run = writer(used, storage, state.part(), FilePart("data.pt", "data.pt", b"plain"))
     assert [type(each) for each in ends(run)] == [WriterForked, ShardReported, ShardReported]
-    for index in (0, 1):
-        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
+    assert written(root) == [state.wanted(0), state.wanted(1)]
     assert (root / LOCATION / "data.pt").read_bytes() == b"plain"
     assert [r.event for r in caplog.records] == ["writer_restarted"]
     assert used._process is run.process._process, "it stays for the next save"
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+    second_save(used, storage, root, State().part())
 
 
 def test_F1_a_job_begins_again_only_once(engine, storage, root, dies):
@@ -348,16 +350,6 @@ def test_F1_a_job_begins_again_only_once(engine, storage, root, dies):
     [failed] = ends(run)
     assert failed.reason == "writer_died"
     assert dies[0] == 0
-
-
-def test_a_state_that_changed_meanwhile_fails_the_new_writer_too(engine, storage, root, dies):
-    """Catches: a torn checkpoint of a writer that began again."""
-    dies[0] = 1
-    run = writer(engine(mode="gated"), storage, State().part(), changed=lambda: "w1 was changed")
-    [failed] = ends(run)
-    assert failed.reason == "state_changed"
-    assert run.process.kill(WAIT_S)
-    assert not (root / LOCATION / receipt_name("state", 0)).exists()
 
 
 def test_a_writer_that_was_given_up_does_not_begin_again(engine, storage, root, dies):
@@ -434,9 +426,7 @@ def test_F1_a_process_that_dies_between_saves_is_started_anew(engine, storage, r
     os.kill(pid, signal.SIGKILL)
     select.select([watched := os.pidfd_open(pid)], [], [], WAIT_S)
     os.close(watched)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+    second_save(used, storage, root, State().part())
 
 
 def end_before(message: type, how: signal.Signals, times: int, monkeypatch) -> list[Spawned]:
@@ -452,14 +442,6 @@ def end_before(message: type, how: signal.Signals, times: int, monkeypatch) -> l
 
     monkeypatch.setattr(Spawned, "send", strike_first)
     return struck
-
-
-def second_save(used: WriteEngine, storage, root: Path, *parts) -> RankWriter:
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    run = writer(used, storage, *parts, of=of)
-    assert isinstance(ends(run)[-1], ShardReported)
-    return run
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -515,8 +497,7 @@ def test_F13_no_writer_begins_beside_one_that_does_not_end(engine, storage, root
     monkeypatch.setattr(write_engine, "SERVE_S", 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Spawned, "kill", lambda *_: False)
-        of = AttemptId(6, 1, 2)
-        (root / staging_dir(of)).mkdir(parents=True)
+        of = begin_attempt(root)
         stuck = used(storage, replace(job(State().part()), of=of, location=staging_dir(of)))
         assert isinstance(stuck, WriteJob) and stuck._process is first
     assert first.kill()
@@ -672,9 +653,7 @@ def test_a_kill_is_certain_and_hurts_no_later_save(engine, storage, root):
     assert run.kill(WAIT_S)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+    second_save(used, storage, root, State().part())
 
 
 def test_a_job_that_is_done_is_not_killed(engine, storage, root):
@@ -682,9 +661,7 @@ def test_a_job_that_is_done_is_not_killed(engine, storage, root):
     used = engine()
     first = writer(used, storage, State().part())
     ends(first)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    second = writer(used, storage, State().part(), of=of)
+    second = writer(used, storage, State().part(), of=begin_attempt(root))
     assert first.kill(0.0)
     assert isinstance(ends(second)[-1], ShardReported)
 
@@ -696,8 +673,7 @@ def test_where_memory_cannot_be_read_the_trainer_copies_it(engine, storage, root
     a change behind the launch in a file; an arena or a line in the log for each save."""
     used, arenas, pids = engine(mode=mode, buffer_bytes=8 * MIB), set(), set()
     for attempt in (1, 2):
-        of = AttemptId(attempt, 1, attempt)
-        (root / staging_dir(of)).mkdir(parents=True)
+        of = begin_attempt(root, attempt, attempt)
         state = State(size=20 * MIB + attempt)
         wanted = [state.wanted(i) for i in (0, 1)]
         run = writer(used, storage, state.part(), of=of)
@@ -706,8 +682,7 @@ def test_where_memory_cannot_be_read_the_trainer_copies_it(engine, storage, root
             ctypes.memset(buffer, 0, len(buffer))
         pids.add(pid_of(run))
         assert isinstance(ends(run)[-1], ShardReported)
-        for i in (0, 1):
-            assert (root / staging_dir(of) / f"__0_{i}.distcp").read_bytes() == wanted[i]
+        assert written(root, of=of) == wanted
         arenas.add(used._arena.segment.address)
     assert (len(pids), len(arenas)) == (1, 1)
     assert [r.event for r in caplog.records] == ["engine_refused"]
@@ -735,38 +710,29 @@ def test_a_refused_copy_that_does_not_fit_is_forked(engine, storage, root, caplo
     assert isinstance(run.process, WriteJob)
     assert isinstance(ends(run)[-1], ShardReported)
     for step, size, free[0] in ((6, 3 * MIB, 0), (7, 4 * MIB, 6 * MIB), (8, 5 * MIB, 3 * MIB)):
-        of = AttemptId(step, 1, step)
-        (root / staging_dir(of)).mkdir(parents=True)
+        of = begin_attempt(root, step, step)
         run = writer(used, storage, State(size=size).part(), of=of)
         assert isinstance(run.process, Child if step == 8 else WriteJob)
         assert isinstance(ends(run)[-1], ShardReported)
     assert [r.event for r in caplog.records] == ["engine_refused", "copy_not_affordable"]
 
 
-def test_without_shared_memory_the_trainer_waits(engine, storage, root, caplog, monkeypatch):
-    """Catches: a container that refuses memfd, and can save nothing."""
+@pytest.mark.parametrize("reads", [True, False])
+def test_without_shared_memory_the_trainer_waits_or_its_writer_is_forked(
+    engine, storage, root, caplog, monkeypatch, reads
+):
+    """Catches: a container that refuses memfd, or that and reads, and can save nothing."""
 
     def no_arena(size: int) -> None:
         raise OSError(errno.ENOSYS, "no memfd")
 
     monkeypatch.setattr(write_engine, "Arena", no_arena)
+    if not reads:
+        refuse_reads(monkeypatch)
     run = writer(engine(mode="eager"), storage, State().part())
-    assert waits(run)
+    assert waits(run) if reads else isinstance(run.process, Child)
     assert isinstance(ends(run)[-1], ShardReported)
-    assert [r.event for r in caplog.records] == ["no_shared_memory"]
-
-
-@pytest.mark.usefixtures("refused_reads")
-def test_without_shared_memory_and_reads_the_writer_is_forked(engine, storage, root, monkeypatch):
-    """Catches: a container that refuses both, and can save nothing."""
-
-    def no_arena(size: int) -> None:
-        raise OSError(errno.ENOSYS, "no memfd")
-
-    monkeypatch.setattr(write_engine, "Arena", no_arena)
-    run = writer(engine(mode="eager"), storage, State().part())
-    assert isinstance(run.process, Child)
-    assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records][-1] == "no_shared_memory"
 
 
 def test_memory_that_the_kernel_promised_and_does_not_give_is_no_end(
@@ -829,22 +795,19 @@ def test_without_a_thread_the_copy_is_made_all_the_same(engine, storage, root, m
     run = writer(engine(mode="eager"), storage, state.part())
     assert isinstance(ends(run)[-1], ShardReported)
     assert asked
-    for index in range(5):
-        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
+    assert written(root) == [state.wanted(index) for index in range(5)]
 
 
 def test_an_arena_that_is_read_is_not_filled_again(engine, storage, root):
     """Catches: the state of the next save in the files of this one; an arena that is lost, or is
     used again while a process may still read it."""
     used = engine(mode="eager")
-    of = AttemptId(4, 1, 3)
-    (root / staging_dir(of)).mkdir(parents=True)
+    of = begin_attempt(root, 4, 3)
     ends(writer(used, storage, State().part(), of=of))
     kept = used._arena
     first = used(storage, job(State().part()))  # it waits for its confirmation
     assert first._arena is kept
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
+    of = begin_attempt(root)
     second = used(storage, job(State().part(), of=of))
     arenas = [first._arena, second._arena]
     assert arenas[0] is not arenas[1]
@@ -866,8 +829,7 @@ def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
     assert alone._arena is None
     assert alone._lent
     assert alone.kill(WAIT_S)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
+    of = begin_attempt(root)
     both = writer(used, storage, state.part(), other.part("other", "__1"), of=of)
     assert both.process._arena.size < 4 * MIB
     assert both.process._lent
@@ -881,8 +843,7 @@ def test_a_forked_trainer_does_not_fill_the_arena_of_its_parent(engine, storage,
     used = engine(mode="eager")
     ends(writer(used, storage, State().part()))
     before = bytes(used._arena.segment.view(0, used._arena.size))
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
+    of = begin_attempt(root)
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -911,8 +872,7 @@ def test_an_arena_is_given_back_though_a_data_loader_has_it(engine, storage, roo
     ends(writer(used, storage, State().part()))
     inherited = os.dup(used._arena.segment.fileno())  # as a forked process has it
     assert memory_of(inherited) > 6 * MIB
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
+    of = begin_attempt(root)
     ends(writer(used, storage, State(count=3).part(), of=of))
     assert memory_of(inherited) == 0
     os.dup2(used._arena.segment.fileno(), inherited)
@@ -942,9 +902,7 @@ def test_an_arena_of_a_launch_that_fails_is_given_back(engine, storage, root, mo
             used(storage, job(State().part()))
     assert memory_of(inherited) == 0
     os.close(inherited)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+    second_save(used, storage, root, State().part())
 
 
 def test_an_arena_of_a_writer_that_dies_slowly_is_given_back(engine, storage, root):
@@ -977,9 +935,7 @@ def test_the_copy_of_a_killed_writer_makes_room_for_the_next(
         assert not first.kill(0.0)
     if gone:
         kill(first)
-    of = AttemptId(6, 1, 2)
-    (root / staging_dir(of)).mkdir(parents=True)
-    second = writer(used, storage, State().part(), of=of)
+    second = writer(used, storage, State().part(), of=begin_attempt(root))
     assert (second.process._arena is arena) == gone
     assert (memory_of(inherited) > 0) == gone
     os.close(inherited)
@@ -1008,25 +964,19 @@ def waits(run):
     return isinstance(run.process, WriteJob) and run.must_wait and run.process._arena is None
 
 
-def test_without_memory_for_a_copy_the_trainer_waits(engine, storage, root, caplog):
+@pytest.mark.parametrize(("ranks", "free", "share"), [(1, 12, 6), (4, 40, 5)])
+def test_without_memory_for_a_copy_the_trainer_waits(
+    engine, storage, root, monkeypatch, caplog, ranks, free, share
+):
     """Catches: a host that ends a job at its save, because a copy of the state does not fit, or
-    because the trainer changes all pages of a forked writer."""
-    run = writer(engine(free_bytes=lambda: 12 * MIB), storage, State().part())
+    because the trainer changes all pages of a forked writer; ranks of a host that each take half of
+    what is free."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    run = writer(engine(free_bytes=lambda: free * MIB), storage, State().part())
     assert waits(run)
     assert isinstance(ends(run)[-1], ShardReported)
-    assert (
-        f"a copy takes {2 * (3 * MIB + 64)} bytes, and at most {6 * MIB} may be taken"
-        in caplog.text
-    )
-
-
-def test_the_ranks_of_a_host_share_its_free_memory(engine, storage, root, monkeypatch, caplog):
-    """Catches: eight ranks that each take one half of the memory that is free before any save."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    run = writer(engine(free_bytes=lambda: 40 * MIB), storage, State().part())
-    assert waits(run)
-    assert isinstance(ends(run)[-1], ShardReported)
-    assert f"at most {5 * MIB} may be taken" in caplog.text
+    said = f"a copy takes {2 * (3 * MIB + 64)} bytes, and at most {share * MIB} may be taken"
+    assert said in caplog.text
 
 
 def test_memory_that_is_held_counts_once(engine, storage, root):
@@ -1034,8 +984,7 @@ def test_memory_that_is_held_counts_once(engine, storage, root):
     free = [40 * MIB]
     used = engine(free_bytes=lambda: free[0])
     for step in (6, 7):
-        of = AttemptId(step, 1, step)
-        (root / staging_dir(of)).mkdir(parents=True)
+        of = begin_attempt(root, step, step)
         run = writer(used, storage, State().part(), of=of)
         assert run.has_copy
         assert not run.must_wait
@@ -1084,10 +1033,7 @@ def test_the_jobs_of_a_group_that_do_not_fit_into_the_buffers_are_written(engine
     run = writer(engine(mode="gated", buffer_bytes=8 * MIB), storage, share)
     assert isinstance(ends(run)[-1], ShardReported)
     for state, name in zip(states, "ab", strict=True):
-        for index in (0, 1):
-            assert (root / LOCATION / f"__{name}_{index}.distcp").read_bytes() == state.wanted(
-                index
-            )
+        assert written(root, f"__{name}") == [state.wanted(0), state.wanted(1)]
 
 
 @pytest.mark.parametrize("mode", ["eager", "gated"])
@@ -1103,12 +1049,9 @@ def test_parts_that_are_left_out_do_not_disturb_the_next_save(engine, storage, r
     )
     assert isinstance(ends(first)[-1], ShardReported)
     assert first.has_copy
-    of, other = AttemptId(6, 1, 2), State(size=30 * MIB)
-    (root / staging_dir(of)).mkdir(parents=True)
+    of, other = begin_attempt(root), State(size=30 * MIB)
     assert isinstance(ends(writer(used, storage, other.part(), of=of))[-1], ShardReported)
-    for index in (0, 1):
-        found = (root / staging_dir(of) / f"__0_{index}.distcp").read_bytes()
-        assert found == other.wanted(index)
+    assert written(root, of=of) == [other.wanted(0), other.wanted(1)]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -1417,8 +1360,7 @@ def test_a_segment_is_read_through_its_descriptor(engine, storage, root):
     state = InSegment(used)
     state.segment.address = 4096  # nothing is mapped there
     for attempt in (1, 2):
-        of = AttemptId(attempt, 1, attempt)
-        (root / staging_dir(of)).mkdir(parents=True)
+        of = begin_attempt(root, attempt, attempt)
         run = writer(used, storage, state.part(), State().part("more", "__1"), of=of)
         assert isinstance(ends(run)[-1], ShardReported)
         content = (root / staging_dir(of) / "__0_0.distcp").read_bytes()
@@ -1429,12 +1371,16 @@ def test_a_segment_is_read_through_its_descriptor(engine, storage, root):
 
 
 def test_a_segment_that_was_closed_fails_the_save(engine, storage, root):
-    """Catches: other memory in a checkpoint, because a descriptor was used again."""
+    """Catches: other memory in a checkpoint, because a descriptor was used again; memory of offloaded
+    state that stays after its engine."""
     used = engine(mode="gated")
-    state = InSegment(used)
+    state, other = InSegment(used), InSegment(used)
     state.segment.close()
     with pytest.raises(OSError, match="was closed"):
         used(storage, job(state.part()))
+    used.close()
+    with pytest.raises(OSError, match="was closed"):
+        other.segment.fileno()
 
 
 def test_a_fork_gets_copies_of_segments(engine, storage, root, monkeypatch):
@@ -1450,15 +1396,6 @@ def test_a_fork_gets_copies_of_segments(engine, storage, root, monkeypatch):
     ctypes.memset(address, 0, 100)
     reader.read(address + 5, memoryview(found))
     assert found == b"BBB"
-
-
-def test_segments_go_with_their_engine(engine):
-    """Catches: memory of offloaded state that stays as long as the process."""
-    used = engine()
-    state = InSegment(used)
-    used.close()
-    with pytest.raises(OSError, match="was closed"):
-        state.segment.fileno()
 
 
 class _CountingDisk(PosixStorage):
