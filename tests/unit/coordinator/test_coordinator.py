@@ -198,6 +198,8 @@ def test_one_failed_attempt_is_told_once_and_cleaned_when_all_writers_are_gone()
     assert directory not in disk.snapshot()
     job._listen()
     assert destinations(job) == ["requested", "forked", "failed", "discarded"]
+    job.close()
+    assert not below(disk, f"{TRASH}/"), "a close gives the space back"
 
 
 def test_settled_is_said_after_everything_else():
@@ -596,6 +598,17 @@ def test_F16_a_withdrawn_directory_that_became_a_link_stays_where_it_is():
     stop(disk, job)
     assert tracked(start(disk, "second")) == [1]
     assert disk.snapshot()["iter_0000002"] == "-> elsewhere"
+
+
+def test_F16_a_linked_name_in_the_way_of_a_save():
+    """Catches: a save into a link's target."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    disk.plant_mount("elsewhere", device=1)
+    disk.plant_symlink("iter_0000002", "elsewhere")
+    job.save(2)
+    assert tracked(job) == [1, 2] and below(disk, "elsewhere/") == {}
+    assert "-> elsewhere" in disk.snapshot().values(), "the link itself is not deleted"
 
 
 @pytest.mark.damages_journal("puts a link in its place")
