@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import FrozenInstanceError, replace
-from types import SimpleNamespace
 
 import pytest
 from transitions import Machine
@@ -195,18 +194,6 @@ def test_every_state_and_event_agrees_with_table_machine_and_reference():
     assert exercised == set(TABLE), f"never exercised: {set(TABLE) - exercised}"
 
 
-def test_the_compiled_machine_alone_makes_the_same_moves():
-    """Catches: ``apply`` answering from the table while the machine would do something else."""
-    machine = compile_machine()
-    for c, e in itertools.product(checkpoints()[::7], events()):
-        cursor = SimpleNamespace(checkpoint=c, state=c.state)
-        row = find_row(c, e)
-        known = e.name in machine.get_triggers(c.state)
-        moved = known and machine.events[e.name].trigger(cursor, e)
-        assert bool(moved) == (row is not None)
-        assert cursor.state == (row.dest if row else c.state)
-
-
 def test_the_machine_says_nothing_in_a_log_at_INFO(caplog):
     """Catches: lines of the package ``transitions`` in the log of every trainer that logs at INFO."""
     caplog.set_level(logging.INFO)
@@ -235,20 +222,6 @@ def test_every_event_class_of_messages_is_in_the_matrix():
     assert {type(e) for e in events()} == classes
     assert set(EVENTS) == classes
     assert len({cls.name for cls in classes}) == len(classes)
-
-
-def test_apply_is_pure():
-    """Catches: apply changing its argument, or answering differently the second time."""
-    for c, e in itertools.product(checkpoints()[::13], events()):
-        copy = replace(c)
-        results = []
-        for _ in range(2):
-            try:
-                results.append(apply(c, e))
-            except IllegalTransition as error:
-                results.append(str(error))
-        assert results[0] == results[1]
-        assert c == copy
 
 
 def test_a_checkpoint_cannot_be_changed():

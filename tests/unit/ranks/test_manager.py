@@ -261,16 +261,6 @@ def test_F23_one_failed_part_fails_the_checkpoint(run: Run):
     assert manager.latest_step() is None and run.steps_on_disk() == []
 
 
-def test_wait_until_finished_drains_and_returns_at_once_when_idle(run: Run):
-    """Catches: a wait that returns early, or that waits for news which never come."""
-    manager = run.open()
-    manager.wait_until_finished(0.5)
-    handle = manager.save(1, weights(1))
-    manager.wait_until_finished()
-    assert handle.state is State.TRACKED
-    manager.wait_until_finished(0.5)
-
-
 @pytest.mark.parametrize("action", ["rollback", "delete", "pin", "unpin", "measure", "restore"])
 def test_the_manager_is_quiet_again_after(run: Run, action: str):
     """Catches: ``close`` that waits half an hour for something that has long happened."""
@@ -1895,21 +1885,6 @@ def rank_manager(run: Run, transport: ThreadTransport, driver=None, **settings) 
     driver.rank = transport.rank
     ports = fake_ports(run.root, driver=driver, transport=transport, clock=run.clock)
     return Manager(ports, make_config({**QUICK, **settings}))
-
-
-def test_ranks_see_the_same_and_write_their_own(run: Run):
-    """Catches: a rank that sees another state of affairs, or loads another rank's shard."""
-
-    def work(transport: ThreadTransport):
-        manager = rank_manager(run, transport)
-        handle = manager.save(1, {"weights": b"rank%d" % transport.rank})
-        manager.wait_until_finished()
-        seen = (handle.state, manager.latest_step(), manager.restore(TEMPLATE).state)
-        manager.close()
-        return seen
-
-    results = run_ranks(3, work)
-    assert results == [(State.TRACKED, 1, {"weights": b"rank%d" % rank}) for rank in range(3)]
 
 
 @pytest.mark.parametrize("call", ["draft", "stage", "merge"])
