@@ -350,14 +350,6 @@ def test_a_decision_names_both_states(ours, there, fields, said):
     assert decision.subject == "step 200 (200.e1.a1)" and decision.why
 
 
-def test_a_decision_about_one_that_is_not_newer_says_so():
-    """Catches: an untold reason for taking a complete checkpoint out of service."""
-    ev = evidence(names(100), whole(50), whole(100))
-    decision = only(decide(ledger_of(BASE, checkpoint(50, S.FINALIZED)), ev))
-    said = (decision.last, decision.found, decision.result, decision.why)
-    assert said == ("finalized", "manifest", "withdrawn", "not newer than the tracked one")
-
-
 def test_strays_are_told_with_why_they_are_left_alone():
     """Catches: a name that a person cannot look up, or is told nothing about."""
     staged = {at(300): StagingEvidence(True), at(400): PARTIAL}
@@ -686,20 +678,6 @@ def test_fresh_moves_the_published_files_of_a_failed_attempt():
 def test_fresh_does_not_tell_of_a_tracker_that_it_takes_away():
     """Catches: a warning about what the person has just asked for."""
     assert decide(ledger_of(BASE), evidence(names(300), whole(100)), "fresh").warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("ledger", "ev"),
-    [
-        (Ledger(), evidence(names(100))),
-        (Ledger(), evidence(TORN)),
-        (ledger_of(BASE), evidence(names(100), damaged(100))),
-        (ledger_of(BASE), evidence(MISSING)),
-    ],
-)
-def test_fresh_is_the_way_out_of_a_hopeless_root(ledger, ev):
-    """Catches: no way at all to begin again."""
-    decide(ledger, ev, "fresh")
 
 
 def test_an_unfinished_fresh_start_goes_on():
