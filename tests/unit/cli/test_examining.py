@@ -585,7 +585,7 @@ def test_each_finding_has_a_section_in_the_runbook_and_each_section_a_finding():
         for code, _, _ in BY_RULE.values()
     }
     pages = {path.stem: path.read_text() for path in (ROOT / "docs/runbook").glob("*.md")}
-    index = re.findall(r"\[([\w-]+)\]\((\w+)\.md#\1\)", pages.pop("README"))
+    del pages["README"]
     assert set(pages) == {severity.name.lower() for severity in Severity}
     # A section begins with its finding, as the doctor prints it.
     sections = [
@@ -597,5 +597,4 @@ def test_each_finding_has_a_section_in_the_runbook_and_each_section_a_finding():
     ]
     assert sum(page.count("\n## ") for page in pages.values()) == len(sections) == len(told)
     assert set(dict(sections)) == told
-    assert [(code, severity.name.lower()) for code, severity in sections] == index
     assert {code: dict(sections)[code] for code in worst} == worst
