@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import MappingProxyType
 
 from fieldbugs import megatron, newest, others, verl
@@ -21,16 +21,16 @@ _HEAD = f"""# Field bugs
 Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early.
 `make repro-NAME` searches a small model of it for the shortest history that breaks one of the
 [promises](protocol.md). It replays that history on this library, with its real coordinator and
-writers, and prints both side by side. `make repro-list` lists the names. The models are written
-from the reports and contain no code of those projects.
+writers, and prints both side by side. The models are written from the reports and contain no code
+of those projects.
 
 The reports about verl and Megatron also run against the drop-in for [verl](verl.md), for
-[Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue):
-`tests/fieldbugs/dropins.py` names the tests.
+[Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue), by the tests that
+`tests/fieldbugs/dropins.py` names.
 
 The last column says whether it is still so in {VERSIONS}.
-There "run" means that stock code was run, by `{TESTS}`
-(`make test-integrations`); "read" that its sources were read and not run.
+"(run)" means that stock code was run, by `{TESTS}`
+(`make test-integrations`). `tests/fieldbugs/today.py` says what has changed or is left.
 
 | report | what happened | what ckptfsm does | name | today |
 |---|---|---|---|---|
@@ -67,18 +67,26 @@ def _verdicts(checked: Checked) -> list[str]:
 
 
 def page(all_checked: Sequence[Checked]) -> str:
-    """The documentation page."""
-    return _HEAD + "".join(_row(checked) for checked in all_checked)
+    """The documentation page. The first row with a link has its address."""
+    linked: set[str] = set()
+    rows = []
+    for checked in all_checked:
+        rows.append(_row(checked, linked))
+        linked.update(checked.report.links)
+    return _HEAD + "".join(rows)
 
 
-def _row(checked: Checked) -> str:
+def _row(checked: Checked, linked: Container[str]) -> str:
     report = checked.report
+    shown = (
+        _label(link) if link in linked else f"[{_label(link)}]({link})" for link in report.links
+    )
     cells = (
-        ", ".join(f"[{_label(link)}]({link})" for link in report.links),
+        ", ".join(shown),
         report.happened,
         report.verdict,
         f"`{report.name}`",
-        today(report.name),
+        today(report.name).partition(":")[0],
     )
     return f"| {' | '.join(cells)} |\n"
 
