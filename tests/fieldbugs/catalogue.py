@@ -21,8 +21,8 @@ _HEAD = f"""# Field bugs
 Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early.
 `make repro-NAME` searches a small model of it for the shortest history that breaks one of the
 [promises](protocol.md). It replays that history on this library, with its real coordinator and
-writers, and prints both side by side. The models are written from the reports and contain no code
-of those projects.
+writers, and prints both side by side. `make repro-list` lists the names. The models are written
+from the reports and contain no code of those projects.
 
 The reports about verl and Megatron also run against the drop-in for [verl](verl.md), for
 [Megatron-LM](megatron-lm.md), or the [queue](foreign.md#replace-the-queue), by the tests that
@@ -32,8 +32,8 @@ The last column says whether it is still so in {VERSIONS}.
 "(run)" means that stock code was run, by `{TESTS}`
 (`make test-integrations`). `tests/fieldbugs/today.py` says what has changed or is left.
 
-| report | what happened | what ckptfsm does | name | today |
-|---|---|---|---|---|
+| report | what happened | what ckptfsm does | today |
+|---|---|---|---|
 """
 
 
@@ -85,7 +85,6 @@ def _row(checked: Checked, linked: Container[str]) -> str:
         ", ".join(shown),
         report.happened,
         report.verdict,
-        f"`{report.name}`",
         today(report.name).partition(":")[0],
     )
     return f"| {' | '.join(cells)} |\n"
