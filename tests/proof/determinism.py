@@ -2,12 +2,10 @@
 
     PYTHONPATH=tests python -m proof.determinism
 
-A fingerprint is a hash over everything a layer did, in order. That is each call of the simulation,
-each event that a Hypothesis suite offered to a checkpoint, each transition of the exhaustive
-search, each journal of wandering jobs. So are each corruption and hostile input with its outcome,
-the shortest history of each field bug, each move on which relation and production must agree. Each
-re-run is a fresh interpreter with another ``PYTHONHASHSEED``, so that an order that comes from a
-set, an address or a clock shows.
+A fingerprint is a hash over everything a layer did, in order: each call of the simulation, each
+transition of the exhaustive search, each event that Hypothesis offered to a checkpoint, each
+corruption and hostile input with its outcome. Each re-run is a fresh interpreter with another
+``PYTHONHASHSEED``, so that an order that comes from a set, an address or a clock shows.
 
 Left out: the work of z3 (its amount is bounded, not its order), and the timing of real processes.
 """
@@ -32,8 +30,6 @@ from profiles import profile
 
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import Checkpoint
-from ckptfsm.testing.conformance import read_segments
-from ckptfsm.testing.simfs import SimStorage
 from proof.corruption import Bench, make_template
 from proof.coverage import Coverage, watch_moves
 from proof.exhaustive import SCOPES, Search
@@ -42,7 +38,6 @@ from proof.inductive import agree, load_spec
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.sim import simulate
 from proof.suites import SUITES
-from proof.traces import Wanderer
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(24)
@@ -81,7 +76,6 @@ def fingerprints() -> Iterator[tuple[str, str]]:
         search = Search(scope, STATES)
         search.run()
         yield f"exhaustive {scope.name}", search.fingerprint()
-    yield "traces", _digest([_wander(seed) for seed in range(4)])
     bench = Bench([make_template("killed")])
     tried = [bench.trial(seed) for seed in range(20)]
     yield (
@@ -103,11 +97,6 @@ def _fuzzed() -> Iterator[tuple[bytes, str]]:
             yield target.make(Random(f"{name} {seed}")), attempt(target, seed)
     for seed in range(INPUTS):
         yield repr(hostile_root(seed)).encode(), attempt_root(seed)
-
-
-def _wander(seed: int) -> object:
-    wanderer = Wanderer(seed)
-    return read_segments(SimStorage(wanderer.go(), "judge")), wanderer.done
 
 
 def _digest(*seen: object) -> str:

@@ -37,7 +37,7 @@ PARTS = (  # of layers, that are tried for a mutant that no test sees
     *(f"fieldbugs:{report.name}" for report in REPORTS),
     *(f"simulation:{seed}" for seed in range(50)),
     *(f"exhaustive:{scope.name}" for scope in SCOPES),
-    *("traces", "corruption", "inductive"),
+    *("corruption", "inductive"),
 )
 SEARCHED = (
     *("tests/unit", "tests/histories", "tests/processes", "tests/proof/tests"),

@@ -204,7 +204,7 @@ def test_a_soak_simulates_for_its_hours(monkeypatch, tmp_path, cpus, hours):
     assert elapsing.now == pytest.approx(max(began) + hours * 3600, abs=2100)
 
 
-@pytest.mark.parametrize(("name", "hours"), [("traces", 2.0), ("processes", 4.0)])
+@pytest.mark.parametrize(("name", "hours"), [("fuzz", 2.0), ("processes", 4.0)])
 def test_a_layer_that_hangs_is_ended_at_its_limit(monkeypatch, tmp_path, name, hours):
     """Catches: one limit that a slow disk meets, and a run that waits for a hung layer for ever."""
     elapsing, ended = Elapsing(), []
@@ -234,15 +234,15 @@ def test_only_the_gate_does_without_a_disk(monkeypatch, tmp_path):
     monkeypatch.setattr(running.subprocess, "Popen", lambda *_, env, **__: started.append(env))
     monkeypatch.setenv("TMPDIR", "/the/disk")
     for profile in ("sample", "pr", "nightly", "release", "soak"):
-        running._start("traces", Budget(profile), tmp_path)
+        running._start("fuzz", Budget(profile), tmp_path)
     assert [e["TMPDIR"] for e in started] == [str(tmp_path)] * 2 + ["/the/disk"] * 3
 
 
 def test_a_layer_that_breaks_is_a_violation(monkeypatch):
-    import proof.traces
+    import proof.fuzz
 
-    monkeypatch.setattr(proof.traces, "run", lambda budget: 1 / 0)
-    result = run_one("traces", Budget())
+    monkeypatch.setattr(proof.fuzz, "run", lambda budget: 1 / 0)
+    result = run_one("fuzz", Budget())
     assert "ZeroDivisionError" in result.violations[0].what
     assert LayerResult.from_json(json.loads(json.dumps(result.as_json()))) == result
 
