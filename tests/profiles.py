@@ -1,9 +1,8 @@
 """Hypothesis profiles: ``pr`` is derandomized and quick, ``nightly`` and ``release`` search
 further.
 
-Rules: nothing is loaded on import; a test run names its profile. ``pr`` gives the same examples
-every time, so that a red run is red again. The others keep their failing examples in
-``.hypothesis``.
+``pr`` gives the same examples every time, so that a red run is red again. The others keep their
+failing examples in ``.hypothesis``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 EXAMPLES = MappingProxyType({"pr": 100, "nightly": 1_000, "release": 3_000})
 _PHASES = frozenset({Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink})
-STEPS = MappingProxyType({"pr": 30, "nightly": 60, "release": 60})
 
 
 def profile(name: str, *, scale: float = 1.0, shrink: bool = True) -> settings:
@@ -27,7 +25,6 @@ def profile(name: str, *, scale: float = 1.0, shrink: bool = True) -> settings:
     return settings(
         phases=_PHASES if shrink else _PHASES - {Phase.shrink},
         max_examples=max(1, int(EXAMPLES[name] * scale)),
-        stateful_step_count=STEPS[name],
         derandomize=name == "pr",
         database=None if name == "pr" else kept,
         deadline=None,

@@ -70,7 +70,10 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
         ),
         "exhaustive": Entry("proof.exhaustive", "every state of the core in small bounds", cpus=2),
         "suites": Entry(
-            "proof.suites", "Hypothesis over ledger, recovery and manager", cpus=1, drives=True
+            "proof.suites",
+            "Hypothesis over ledger, recovery, retention and plain values",
+            cpus=1,
+            drives=True,
         ),
         "corruption": Entry(
             "proof.corruption", "damaged checkpoints are told from whole ones", cpus=1, drives=True
@@ -78,9 +81,6 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
         "fuzz": Entry("proof.fuzz", "readers of what lies on disk, fed with anything", cpus=1),
         "fieldbugs": Entry(
             "proof.fieldbugs", "public bugs: red on the old way, green here", cpus=1, drives=True
-        ),
-        "traces": Entry(
-            "proof.traces", "journals replayed against the specification", cpus=1, drives=True
         ),
         "inductive": Entry("proof.inductive", "z3: the invariant holds for any number", cpus=1),
         "races": Entry("proof.races", "spin: check-then-act races", cpus=1, profiles=MAINTAINERS),

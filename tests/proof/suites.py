@@ -1,4 +1,4 @@
-"""Hypothesis suites over the ledger, over recovery and retention, and over a manager on a sick disk.
+"""Hypothesis suites over the ledger, recovery, retention and plain values.
 
     PYTHONPATH=tests python -m proof.suites [--suite NAME] [--profile pr|nightly|release]
 
@@ -25,13 +25,11 @@ from proof.coverage import watch_moves
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.ledger_machine import LedgerMachine
 from proof.plain_values import check_plain_values
-from proof.recovery_machine import RecoveryMachine
 from proof.recovery_properties import PROPERTIES
-from proof.trainers import TrainerMachine
 
 
-def check_machine(machine, settings) -> None:
-    run_state_machine_as_test(machine, settings=settings)
+def check_ledger(settings) -> None:
+    run_state_machine_as_test(LedgerMachine, settings=settings)
 
 
 def check_property(test, settings) -> None:
@@ -41,10 +39,8 @@ def check_property(test, settings) -> None:
 # Each suite with how many examples of the profile's number it runs.
 SUITES: MappingProxyType[str, tuple[Callable[..., None], float]] = MappingProxyType(
     {
-        "ledger": (partial(check_machine, LedgerMachine), 2.5),
         **{f.__name__: (partial(check_property, f), 8.0) for f in PROPERTIES},
-        "trainer": (partial(check_machine, TrainerMachine), 1.5),
-        "recovery": (partial(check_machine, RecoveryMachine), 2.0),
+        "ledger": (check_ledger, 2.5),
         "plain values": (check_plain_values, 0.1),
     }
 )
