@@ -1,5 +1,5 @@
 # Commands for a newcomer: `make demo` and `make test`. Both make .venv first. While you write: `make quick`.
-# Before a merge: `make gate`, what `make test` leaves out; .ci/run runs all. For maintainers, before a release: `make proof`, `make soak HOURS=8`, `make mutmut`; `make site` builds the pages, `make docs` the reference alone; `make repro-list` names the public bugs.
+# Before a merge: `make gate`, what `make test` leaves out; .ci/run runs all. For maintainers, before a release: `make proof`, `make soak HOURS=8`; `make site` builds the pages, `make docs` the reference alone; `make repro-list` names the public bugs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test tests sample gate gate-tests layers lint docs site bench bench-peers clean specs proof soak mutmut test-integrations try
+.PHONY: demo quick test tests sample gate gate-tests layers lint docs site bench bench-peers clean specs proof soak test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -83,11 +83,6 @@ proof: $(STAMP)
 # Simulation and kills go on for HOURS each; the thousand re-runs of determinism come on top.
 soak: $(STAMP)
 	$(PROOF) --profile soak --hours $(HOURS)
-
-# The pure modules only, in copies of the tree; docs/proof.md explains what survives.
-mutmut: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mutmut>=3.8,<4"
-	PYTHONPATH=tests $(BIN)/python -m proof.mutmut
 
 repro-%: $(STAMP)
 	$(PROOF).fieldbugs $*
