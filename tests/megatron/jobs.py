@@ -55,15 +55,13 @@ from ckptfsm import (  # noqa: E402
     TransitionRecord,
 )
 from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
-from ckptfsm.coordinator.coordinator import Coordinator  # noqa: E402
 from ckptfsm.core.errors import (  # noqa: E402
     CkptFsmError,
     RanksDisagreeWarning,
     ReshardWarning,
 )
-from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked  # noqa: E402
+from ckptfsm.core.events import Failed, ShardReported  # noqa: E402
 from ckptfsm.core.images import Memory  # noqa: E402
-from ckptfsm.core.parts import AttemptId  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
 from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
@@ -603,91 +601,9 @@ def hold(here: Here, root: str, gate: str) -> Told:
     return outcome
 
 
-def own_twice(here: Here, root: str) -> Told:
-    """Two managers in one process, then one after the other."""
-    with managed(here, root) as manager:
-        first = save(manager, here, 1)
-        busy = tell(lambda: CheckpointManager(root))
-        second = save(manager, here, 2)
-    with managed(here, root) as manager:
-        third = save(manager, here, 3)
-        return {
-            "errors": [first, second, third],
-            "busy": busy,
-            "all": manager.all_steps(),
-            "pid": os.getpid(),
-        }
-
-
 # ---------------------------------------------------------------------------------- stale reports
 
 T = TypeVar("T")
-
-
-def at_coordinator(manager: CheckpointManager, work: Callable[[Coordinator], T]) -> T:
-    """Run something on the coordinator's thread. No other place looks inside."""
-    return manager._client.ask(work)
-
-
-def report(manager: CheckpointManager, *events: Event) -> None:
-    """Deliver events to the coordinator as if a rank had sent them."""
-    at_coordinator(manager, lambda coordinator: coordinator.report(list(events)))
-
-
-def state_at_coordinator(manager: CheckpointManager, of: AttemptId) -> str:
-    ledger = at_coordinator(manager, lambda coordinator: coordinator.ledger)
-    found = ledger.checkpoints.get(of)
-    return found.state.value if found is not None else "none"
-
-
-def meet_stale_reports(
-    here: Here, root: str, faults: Sequence[Mapping[str, Any]], middle: str
-) -> Told:
-    """Attempt 1 of step 1 fails; its reports come again while attempt 2 of step 1 is in flight.
-
-    The faults hold the second attempt's writer until the test opens their gate.
-    """
-    with managed(here, root, faults) as manager:
-        handle = manager.save(1, state_of(1, here))
-        old = handle.attempt
-        assert old is not None
-        report(manager, Failed(old, "writer_died", "injected"))
-        first = train_until_done(manager, handle)
-        manager.wait_until_finished()
-        handle = manager.save(1, state_of(1, here))
-        new = handle.attempt
-        assert new is not None
-        manager.poll()
-        report(
-            manager,
-            WriterForked(old, 0, 1),
-            ShardReported(old, "state", 0, 1, 1),
-            ShardReported(AttemptId(1, new.epoch - 1, new.attempt), "state", 0, 1, 1),
-            ShardReported(AttemptId(2, new.epoch, new.attempt), "state", 0, 1, 1),
-            ShardReported(new, "optimizer", 0, 1, 1),
-            ShardReported(new, "state", 1, 1, 1),
-            Failed(old, "writer_died", "late"),
-        )
-        states = [state_at_coordinator(manager, old), state_at_coordinator(manager, new)]
-        meet(middle)
-        second = train_until_done(manager, handle)
-        report(manager, ShardReported(new, "state", 0, 1, 1), Failed(new, "writer_died", "late"))
-        states.append(state_at_coordinator(manager, new))
-        return {"errors": [first, second], "states": states, "all": manager.all_steps()}
-
-
-def meet_wrong_world_size(
-    here: Here, root: str, faults: Sequence[Mapping[str, Any]], middle: str
-) -> Told:
-    """A report of another world size for the attempt in flight."""
-    with managed(here, root, faults) as manager:
-        handle = manager.save(1, state_of(1, here))
-        assert handle.attempt is not None
-        manager.poll()
-        report(manager, ShardReported(handle.attempt, "state", 0, 7, 1))
-        first = train_until_done(manager, handle)
-        second = save(manager, here, 2)
-        return {"errors": [first, second], "all": manager.all_steps()}
 
 
 # ------------------------------------------------------------------------------ foreign requests

@@ -1,4 +1,4 @@
-"""F2, F3, F13, F29, F33: ranks are killed in the middle of a save, and the job is started again."""
+"""F2, F3, F13, F29: ranks are killed in the middle of a save, and the job is started again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from cluster import (
     assert_complete,
     await_death,
     descriptors_of,
-    history_of,
     listeners_of,
     staging_of,
     states_of,
@@ -138,28 +137,3 @@ def test_f3_coordinator_killed_after_the_shards_is_rolled_forward(
     assert steps_on_disk(root) == [1, 2]
     assert staging_of(root) == []
     assert_complete(root, 2)
-
-
-def test_f33_crash_in_the_very_first_save_begins_at_zero(
-    cluster: Cluster, gate: Gates, root: Path
-) -> None:
-    """There never was a checkpoint. Would catch: a restart that refuses to begin, that begins without
-    a word, or that keeps the partial."""
-    paused = gate("paused")
-    job = cluster.start(
-        "save_and_stay", root=str(root), tracked=[], then=1, faults=[pause_shards(1, paused)]
-    )
-    paused.arrival(job)
-    for rank in (1, 0):
-        job.kill(rank)
-    job.wait()
-    assert staging_of(root) == ["1.e1.a1"]
-
-    again = cluster.run("save_steps", root=str(root), steps=[1])
-    for rank in again:
-        assert (rank["restored"], rank["errors"], rank["all"]) == (None, [None], [1])
-    last, result = decision_on(again, "1.e1.a1")
-    assert (last in ("requested", "forked"), "failed" in result) == (True, True)
-    assert staging_of(root) == []
-    assert steps_on_disk(root) == [1]
-    assert history_of(root).newest_epoch == 2
