@@ -7,19 +7,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ckptfsm.core import events as m
-from ckptfsm.core.events import ShardReported, WriterForked
 from ckptfsm.core.layout import JOURNAL, TRACKER, parse_segment, staging_dir
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import Identity, RankJob, Storage, Written
-from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import list_names, make_dirs
 from ckptfsm.disk.journal import Segment, read_segment
 from ckptfsm.testing.faults import FaultStorage, Hook
-from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.writers.rank_writer import write_rank
 
 
 def read_segments(storage: Storage) -> list[Segment]:
@@ -91,25 +87,12 @@ def staged(job: FakeJob, step: int) -> tuple[AttemptId, str]:
 
 def foreign_attempt(job: FakeJob, between: Callable[[], object] = list) -> AttemptId:
     """The request of a trainer at step 1, written. ``between`` runs before that is reported."""
-    parts = (PartSpec("state", "foreign"),)
-    request = SaveRequest(1, parts, 2, in_place=True, expected_bytes=100)
-    of = job.coordinator.request(request)
-    job.coordinator.report([WriterForked(of, rank, 2) for rank in (0, 1)])
-    for rank in (0, 1):
-        content_ = fake_content(of, rank)
-        part = ForeignPart("state", "", rank, content_)
-        write_rank(job.storage, RankJob(of, rank, 2, "iter_0000001", (part,)))
-    job.take_news()
+    of = job.request(1, (PartSpec("state", "foreign"),), in_place=True)
+    job.fork(of)
+    reports = [each for rank in (0, 1) for each in job.write_silently(of, rank)]
     between()
-    job.coordinator.report([ShardReported(of, "state", rank, 2, 10) for rank in (0, 1)])
+    job.coordinator.report(reports)
     return of
-
-
-class ForeignPart(FakePart):
-    """Only the shard: planned metadata is not a foreign request's."""
-
-    def write(self, storage, location):
-        return Written((self._file(storage, location, f"__{self.rank}_0.distcp"),))
 
 
 ONE, TWO = "iter_0000001", "iter_0000002"
@@ -166,9 +149,9 @@ def makes(name: str) -> Matches:
     return lambda path: path.endswith(f"-> {name}")
 
 
-def in_place(job: FakeJob, step: int) -> m.AttemptId:
+def in_place(job: FakeJob, step: int) -> AttemptId:
     """A save whose path the trainer fixed, as far as its writer's fork."""
-    of = job.coordinator.request(SaveRequest(step, PARTS, job.ranks, True, expected_bytes=1))
+    of = job.request(step, in_place=True)
     job.fork(of)
     return of
 
@@ -228,14 +211,3 @@ def older_format(disk: SimDisk, step: int) -> None:
 
 
 PRECIOUS = b"precious".ljust(100)
-
-
-def write_in_place(
-    job: FakeJob, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS
-) -> None:
-    """Write and report what one rank has of an attempt in place at step 2."""
-    shares = tuple(job._part(part, rank, fake_content(of, rank)) for part in parts)
-    optional = frozenset(part.name for part in parts if part.optional)
-    done = write_rank(job.storage, RankJob(of, rank, job.ranks, TWO, shares, optional))
-    reports = [ShardReported(of, name, rank, job.ranks, size) for name, size, _ in done]
-    job.coordinator.report(reports)

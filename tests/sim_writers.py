@@ -29,17 +29,39 @@ class PlainCount:
         self.value += count
 
 
-class SimWriter:
+class CopiedWriter:
+    """The answers of a writer whose job was copied at its launch: no trainer waits for it."""
+
+    holds_copy = True
+    must_wait = False
+
+    def __init__(self) -> None:
+        self._count = PlainCount()
+
+    def await_copy(self, timeout_s: float) -> None:
+        """No wait."""
+
+    def confirm(self) -> None:
+        """No message: nothing could change the copy."""
+
+    def whereabouts(self) -> str:
+        return ""
+
+    def written_bytes(self) -> int:
+        return self._count.value
+
+
+class SimWriter(CopiedWriter):
     """The writer of one rank, see the module. ``calls`` counts its changing storage calls so far."""
 
     def __init__(self, disk: SimDisk, name: str, job: RankJob, hook: Hook | None) -> None:
+        super().__init__()
         self.job: RankJob = replace(job, parts=pickle.loads(pickle.dumps(job.parts)))
         self.calls = 0
         self._disk = disk
         self._name = name
         self._hook = hook
         self._outcome: Outcome | None = None
-        self._count = PlainCount()
 
     @property
     def running(self) -> bool:
@@ -56,26 +78,6 @@ class SimWriter:
         if self._outcome is None:
             self._end(Outcome(-signal.SIGKILL))
         return True
-
-    @property
-    def holds_copy(self) -> bool:
-        return True
-
-    @property
-    def must_wait(self) -> bool:
-        return False
-
-    def await_copy(self, timeout_s: float) -> None:
-        """No wait: the job was copied at its launch."""
-
-    def confirm(self) -> None:
-        """No message: nothing could change the copy."""
-
-    def whereabouts(self) -> str:
-        return ""
-
-    def written_bytes(self) -> int:
-        return self._count.value
 
     def finish(self) -> Outcome:
         """Write everything and end; a storage error ends the writer with exit code 1."""

@@ -96,6 +96,13 @@ class FakePart(PartJob):
         return shard.close_durably(name)
 
 
+class UnplannedPart(FakePart):
+    """A rank's share of a foreign request, which has no planned metadata."""
+
+    def write(self, storage: Storage, location: str) -> Written:
+        return Written((self._file(storage, location, f"__{self.rank}_0.distcp"),))
+
+
 class HalfPart(FakePart):
     """A shard of which only one half fits on the disk."""
 
@@ -160,8 +167,11 @@ class FakeJob:
         self._listen()
         return report
 
-    def request(self, step: int, parts: tuple[PartSpec, ...] = PARTS) -> AttemptId:
-        of = self.coordinator.request(SaveRequest(step, parts, self.ranks, expected_bytes=100))
+    def request(
+        self, step: int, parts: tuple[PartSpec, ...] = PARTS, *, in_place: bool = False
+    ) -> AttemptId:
+        request = SaveRequest(step, parts, self.ranks, in_place, expected_bytes=100)
+        of = self.coordinator.request(request)
         self._listen()
         return of
 
@@ -169,22 +179,26 @@ class FakeJob:
         self.coordinator.report([WriterForked(of, rank, self.ranks) for rank in range(self.ranks)])
         self._listen()
 
-    def write(self, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS) -> None:
+    def write(self, of: AttemptId, rank: int) -> None:
         """Write and report one rank's shards."""
-        location = self.layout.working_dir(of, False)
-        own = [p for p in parts if p.ranks is None or rank in p.ranks]
+        self.coordinator.report(self.write_silently(of, rank))
+        self._listen()
+
+    def write_silently(self, of: AttemptId, rank: int) -> list[ShardReported]:
+        """Write one rank's shards; the reports of them, which are not sent."""
+        checkpoint = self.coordinator.ledger.checkpoints[of]
+        location = self.layout.working_dir(of, checkpoint.in_place)
+        own = [p for p in checkpoint.parts if p.ranks is None or rank in p.ranks]
         fakes = tuple(self._part(p, rank, fake_content(of, rank)) for p in own)
         optional = frozenset(p.name for p in own if p.optional)
         job = RankJob(of, rank, self.ranks, location, fakes, optional)
         written = write_rank(self.storage, job)
-        self.coordinator.report(
-            [ShardReported(of, name, rank, self.ranks, size) for name, size, _ in written]
-        )
-        self._listen()
+        return [ShardReported(of, name, rank, self.ranks, size) for name, size, _ in written]
 
     def _part(self, spec: PartSpec, rank: int, content: bytes) -> FakePart:
-        failing = spec.name in self.cannot and rank == self.ranks - 1
-        made = HalfPart if failing else FakePart
+        made = UnplannedPart if spec.kind == "foreign" else FakePart
+        if spec.name in self.cannot and rank == self.ranks - 1:
+            made = HalfPart
         return made(spec.name, spec.directory, rank, content, spec.first_rank)
 
     def save(self, step: int, parts: tuple[PartSpec, ...] = PARTS) -> AttemptId:
@@ -192,7 +206,7 @@ class FakeJob:
         of = self.request(step, parts)
         self.fork(of)
         for rank in range(self.ranks):
-            self.write(of, rank, parts)
+            self.write(of, rank)
         return of
 
     def fail(self, of: AttemptId, reason: str = "writer_died") -> None:

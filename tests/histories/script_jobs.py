@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from roots import ForeignPart
 from script_runs import Calls, Run
 from script_words import part_of, short
 
-from ckptfsm.core.events import Failed, FinalizersRan, ShardReported, WriterForked, WriterGone
-from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.events import Failed, FinalizersRan, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import Identity, RankJob
-from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.ports import Identity
 from ckptfsm.core.retention import BestN, KeepAll, LatestN, Policy
-from ckptfsm.testing.harness import FakeJob, fake_content
-from ckptfsm.writers.rank_writer import write_rank
+from ckptfsm.testing.harness import FakeJob
 
 if TYPE_CHECKING:
     from script_story import Story
@@ -111,27 +107,13 @@ def do_begin_in_place(story: Story, step: str, *parts: str) -> None:
 
 def _ask(story: Story, step: int, parts: Sequence[str], *, in_place: bool) -> None:
     specs = tuple(part_of(text) for text in parts) or (PartSpec("state"),)
-    story.run.parts, story.run.in_place = specs, in_place
-    request = SaveRequest(step, specs, story.job.ranks, in_place, expected_bytes=100)
-    story.run.of = story.job.coordinator.request(request)
+    story.run.of = story.job.request(step, specs, in_place=in_place)
 
 
 def do_write(story: Story, *ranks: str) -> None:
     """Ranks write and report their shares of the save in flight."""
-    run, job = story.run, story.job
-    location = MEGATRON.working_dir(run.of, run.in_place)
     for rank in map(int, ranks):
-        shares = tuple(_share(story, part, rank) for part in run.parts)
-        optional = frozenset(part.name for part in run.parts if part.optional)
-        done = write_rank(job.storage, RankJob(run.of, rank, job.ranks, location, shares, optional))
-        job.coordinator.report([ShardReported(run.of, n, rank, job.ranks, s) for n, s, _ in done])
-
-
-def _share(story: Story, part: PartSpec, rank: int) -> Any:
-    content = fake_content(story.run.of, rank)
-    if part.kind == "foreign":
-        return ForeignPart(part.name, part.directory, rank, content)
-    return story.job._part(part, rank, content)
+        story.job.write(story.run.of, rank)
 
 
 def do_finalized(story: Story, *ranks: str) -> None:

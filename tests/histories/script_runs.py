@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import FileStat
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob
@@ -57,8 +56,6 @@ class Run:
     job: FakeJob
     hooks: list[Hook]
     of: Any = None
-    parts: tuple[PartSpec, ...] = (PartSpec("state"),)
-    in_place: bool = False
 
 
 class Calls(FaultStorage):

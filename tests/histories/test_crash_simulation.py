@@ -21,7 +21,7 @@ import pytest
 from fakes import FakeDraft, FakeDriver, fake_ports
 from inline import InlineExecutor
 from proof.sim.answers import HandedOn
-from sim_writers import PlainCount
+from sim_writers import CopiedWriter
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.documents import TransitionRecord
@@ -85,13 +85,13 @@ def compose(job: FakeJob) -> None:
     job.close()
 
 
-class InlineWriter:
+class InlineWriter(CopiedWriter):
     """A writer that has ended when it is launched; it dies with the job. See ``ports.Launch``."""
 
     def __init__(self, storage: Storage, job: RankJob) -> None:
-        self.count = PlainCount()
+        super().__init__()
         try:
-            self._outcome = Outcome(0, write_rank(storage, job, count=self.count), complete=True)
+            self._outcome = Outcome(0, write_rank(storage, job, count=self._count), complete=True)
         except OSError as error:
             self._outcome = Outcome(1, error=ChildError(str(error), str(error), "storage"))
 
@@ -103,26 +103,6 @@ class InlineWriter:
 
     def kill(self, timeout_s: float) -> bool:
         return True
-
-    @property
-    def holds_copy(self) -> bool:
-        return True
-
-    @property
-    def must_wait(self) -> bool:
-        return False
-
-    def await_copy(self, timeout_s: float) -> None:
-        """No wait: the job was copied at its launch."""
-
-    def confirm(self) -> None:
-        """No message: nothing could change the copy."""
-
-    def whereabouts(self) -> str:
-        return ""
-
-    def written_bytes(self) -> int:
-        return self.count.value
 
 
 class NamingDraft(FakeDraft):

@@ -110,7 +110,7 @@ class Training:
         self.ask(partial(self.job.fork, flying.id))
         for rank in range(ranks):
             if len(self.errors) == before:
-                self.ask(partial(self.job.write, flying.id, rank, parts))
+                self.ask(partial(self.job.write, flying.id, rank))
         if len(self.errors) > before or ranks < self.job.ranks:
             self.ask(partial(self.job.fail, flying.id, "writer_failed"))
         elif step not in self.job.acknowledged:

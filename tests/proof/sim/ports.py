@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from inline import NoDeferredSignals, run_into
-from sim_writers import PlainCount
+from sim_writers import CopiedWriter
 
 from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.core.events import Event, ShardReported, WriterForked
@@ -276,10 +276,11 @@ class WorldTransport:
 # ------------------------------------------------------------------------------------------ writers
 
 
-class WorldWriter:
+class WorldWriter(CopiedWriter):
     """``WriterProcess``: a simulated process that runs the library's writer."""
 
     def __init__(self, site: Site, parent: Process, job: RankJob) -> None:
+        super().__init__()
         name = f"{parent.name}.w{len(parent.children)}"
         if not parent.alive:
             raise ProcessDead(parent.name)
@@ -289,7 +290,6 @@ class WorldWriter:
         self._process = site.world.process(name, parent.host, parent, "writer")
         self._storage = WorldStorage(site, self._process)
         self._ended: Outcome | None = None
-        self._count = PlainCount()
         self._stubborn = site.chance(0.05)
         self._task = site.world.spawn(self._process, name, self._work)
 
@@ -308,26 +308,6 @@ class WorldWriter:
             return False
         self._site.kill(self._process)
         return True
-
-    @property
-    def holds_copy(self) -> bool:
-        return True
-
-    @property
-    def must_wait(self) -> bool:
-        return False
-
-    def await_copy(self, timeout_s: float) -> None:
-        """No wait: the job was copied at its launch."""
-
-    def confirm(self) -> None:
-        """No message: nothing could change the copy."""
-
-    def whereabouts(self) -> str:
-        return ""
-
-    def written_bytes(self) -> int:
-        return self._count.value
 
     def _work(self) -> None:
         site = self._site

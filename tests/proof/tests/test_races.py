@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from proof import races
 from proof.layer import Budget
-from roots import in_place, write_in_place
+from roots import in_place
 
 from ckptfsm.core.layout import EPOCHS, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
@@ -130,7 +130,7 @@ def test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name():
     job, storage = watched_job(SimDisk())
     of = in_place(job, 2)
     for rank in (0, 1):
-        write_in_place(job, of, rank)
+        job.write(of, rank)
     check_before(storage, f"rename iter_0000002/{MANIFEST}.tmp-")
 
 

@@ -16,7 +16,6 @@ from roots import (
     start,
     start_with,
     tracked,
-    write_in_place,
 )
 
 from ckptfsm.coordinator.engine import NewsQueue
@@ -144,14 +143,14 @@ def test_I5_the_manifest_of_another_attempt_is_not_our_commit():
     job.fail(in_place(job, 2))
     theirs = in_place(job, 2)
     for rank in (0, 1):
-        write_in_place(job, theirs, rank)
+        job.write(theirs, rank)
     disk = SimDisk()
     job = start(disk)
     ours = in_place(job, 2)
     assert ours != theirs
-    write_in_place(job, ours, 0)
+    job.write(ours, 0)
     disk.plant_file(f"{TWO}/{MANIFEST}", content(other, f"{TWO}/{MANIFEST}"))
-    write_in_place(job, ours, 1)
+    job.write(ours, 1)
     assert tracked(job) == [2]
     assert read_manifest(SimStorage(disk, "look"), TWO).of == ours
 
