@@ -10,7 +10,6 @@ and nothing beside the root is touched. The readers run in a child with a limite
 crash of the interpreter is a finding like any other.
 
     PYTHONPATH=tests python -m proof.fuzz [--target NAME --seed N]
-    PYTHONPATH=tests python -m proof.fuzz --atheris TARGET    needs atheris installed
 """
 
 from __future__ import annotations
@@ -710,33 +709,12 @@ def legal_input_problem() -> str:
     return ""
 
 
-def _atheris(name: str) -> int:
-    """Coverage-guided, without end; for maintainers who have atheris."""
-    try:
-        import atheris
-    except ImportError:
-        print("skipped: atheris is not installed")
-        return 0
-    target = TARGETS[name]
-
-    def one(data: bytes) -> None:
-        with contextlib.suppress(*target.errors):
-            target.read(data)
-
-    atheris.Setup([sys.argv[0]], one)
-    atheris.Fuzz()
-    return 0
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.fuzz")
     parser.add_argument("--target", choices=[*TARGETS, "root"])
     parser.add_argument("--seed", type=int)
     parser.add_argument("--profile", default="pr")
-    parser.add_argument("--atheris", choices=list(TARGETS))
     options = parser.parse_args(arguments)
-    if options.atheris:
-        return _atheris(options.atheris)
     if options.target and options.seed is not None:
         root = options.target == "root"
         if not root:

@@ -1,6 +1,7 @@
 """F15-F21, F30, F34: corrupted checkpoints are never restored, hostile input is refused by type.
 
-A sample of two layers of proof (``proof.corruption``, ``proof.fuzz``), and every case they found.
+The layers ``proof.corruption`` and ``proof.fuzz`` run by themselves; here are the cases that they
+found, and that they can fail.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import random
 import re
 import signal
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from proof import corruption, fuzz
 from proof.corruption import (
     LIVES,
@@ -26,30 +25,17 @@ from proof.corruption import (
     add_file,
     blow_up,
     flip,
-    gut_directory,
     make_template,
-    newer_schema,
-    swap,
 )
 from proof.fuzz import common_archive, written_metadata
 from proof.layer import Budget, LayerResult
 
 from ckptfsm.adapters import posix_storage as storage
-from ckptfsm.core.documents import Manifest, Receipt, decode
-from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
-from ckptfsm.core.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name
-from ckptfsm.disk.journal import parse_segment_bytes
-from ckptfsm.disk.pickle_stubs import load_metadata_stub
+from ckptfsm.core.layout import JOURNAL, MANIFEST, STAGING, planned_name
 from ckptfsm.disk.stock import inspect_stock
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 pytestmark = pytest.mark.damages_journal("corrupts journals, among other things")
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=12,
-)
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +64,6 @@ class Zero(random.Random):
 # -------------------------------------------------------------------------------------- corruption
 
 
-def test_F21_nothing_is_found_where_nothing_was_changed(bench: Bench):
-    """Catches: a false alarm, in memory or on a real disk."""
-    assert [problem for t in bench.templates if (problem := bench.control(t))] == []
-
-
 @pytest.mark.parametrize(("matters", "again"), [(True, True), (True, False), (False, False)])
 def test_F15_F21_only_strikes_count(bench: Bench, matters: bool, again: bool):
     """Catches: faults counted as exercised by a harmless change, or without a second save."""
@@ -93,13 +74,6 @@ def test_F15_F21_only_strikes_count(bench: Bench, matters: bool, again: bool):
     corruption._count_faults(result, made, saved_again=again)
     struck = {f"{number} x tracked" for number, yes in (("F21", matters), ("F15", again)) if yes}
     assert set(result.coverage.faults) == struck
-
-
-@pytest.mark.parametrize("block", range(4))
-def test_F15_to_F21_a_sample_of_corruptions(bench: Bench, block: int):
-    """Catches: wrong bytes, a wrong step, a refusal without need or type, a touch outside."""
-    wrong = [bench.trial(seed)[1] for seed in range(block * 50, block * 50 + 50)]
-    assert list(filter(None, wrong)) == []
 
 
 def test_F21_a_flip_in_any_byte_of_a_manifest_is_found(bench: Bench):
@@ -128,19 +102,6 @@ def test_F30_an_attempt_that_cannot_be_rolled_forward_is_cleaned_up(bench: Bench
     path = next(p for p in template.files if p.startswith(STAGING) and p.endswith("__0_0.distcp"))
     corruption = add_file(template, path, random.Random(1))
     assert bench.judged(template, corruption) == ""
-
-
-@pytest.mark.parametrize("change", [swap, gut_directory, newer_schema, add_file])
-@pytest.mark.parametrize("name", ["settled", "published", "pruning"])
-def test_F16_F17_F19_F34_whole_files_and_directories(
-    bench: Bench, name: str, change: Callable[..., Corruption]
-):
-    """Catches: another step's directory taken for this one's; a newer document rewritten."""
-    template = named(bench, name)
-    places = [p for p in template.files if p.startswith("iter_")]
-    for seed in range(12):
-        rng = random.Random(seed)
-        assert bench.judged(template, change(template, rng.choice(places), rng)) == ""
 
 
 @pytest.fixture
@@ -190,26 +151,6 @@ def test_F30_a_huge_manifest_costs_no_memory(bench: Bench):
         tracemalloc.stop()
 
 
-def test_a_third_of_the_corruptions_is_of_files_by_megatron(bench: Bench, monkeypatch):
-    """Catches: a layer that corrupts invented shards only. The other seeds stay what they were."""
-    tried: list[tuple[Template, str]] = []
-
-    def judged(self: Bench, template: Template, corruption: Corruption, *, real: bool) -> str:
-        tried.append((template, str(corruption)))
-        return ""
-
-    monkeypatch.setattr(Bench, "judged", judged)
-    real = dataclasses.replace(bench.templates[0], name="megatron")
-    both = Bench(bench.templates, real)
-    for seed in range(300):
-        both.trial(seed)
-        bench.trial(seed)
-    assert sum(template is real for template, _ in tried[::2]) == 100
-    same = [one == other for one, other in zip(tried[::2], tried[1::2], strict=True)]
-    assert same.count(True) == 200
-    assert both.all == [*bench.templates, real]
-
-
 def test_only_who_hurries_does_without_megatron(bench: Bench, monkeypatch):
     """Catches: a gate that corrupts invented shards only, and mutants that wait for torch."""
     asked: list[bool] = []
@@ -244,23 +185,6 @@ def test_F20_a_corrupt_sealed_segment_is_refused(bench: Bench):
 # -------------------------------------------------------------------------------------------- fuzz
 
 
-def test_F30_written_documents_are_accepted():
-    """Catches: readers that refuse everything, which no other test here would notice."""
-    assert fuzz.legal_input_problem() == ""
-
-
-@pytest.mark.parametrize("name", fuzz.TARGETS)
-def test_F30_hostile_documents_are_refused_by_type(name: str):
-    """Catches: an untyped error, a misread document, a reader that takes for ever."""
-    verdicts = {fuzz.attempt(fuzz.TARGETS[name], seed) for seed in range(200)}
-    assert verdicts <= {"accepted", "refused"}
-
-
-def test_F30_hostile_roots_leave_the_rest_of_the_disk_alone():
-    """Catches: an untyped error out of a root, a file or time stamp changed beside it."""
-    assert {fuzz.attempt_root(seed) for seed in range(40)} <= {"accepted", "refused"}
-
-
 def test_F30_the_death_of_the_interpreter_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     """Catches: a reader that kills the process, which the layer would take for an end in order."""
 
@@ -273,37 +197,6 @@ def test_F30_the_death_of_the_interpreter_is_a_finding(monkeypatch: pytest.Monke
     counts, problems = fuzz.run_in_child("pin", 3)
     assert counts["wrong"] == 1
     assert "died with -11" in problems[0][1]
-
-
-@settings(derandomize=True, max_examples=100, deadline=None)
-@given(st.binary(max_size=200))
-def test_F30_any_bytes_are_read_or_refused(data: bytes):
-    """Catches: an input that some reader answers with an untyped error."""
-    for read in (
-        lambda: parse_segment_bytes(1, data, "any"),
-        lambda: decode(Manifest, data, "any"),
-        lambda: load_metadata_stub(data),
-    ):
-        try:
-            read()
-        except DamagedRoot:
-            pass
-    step = parse_tracker(data)
-    assert step is None or step == "release" or isinstance(step, int)
-
-
-@settings(derandomize=True, max_examples=100, deadline=None)
-@given(st.dictionaries(st.sampled_from([*Manifest.model_fields, "extra"]), JSON))
-def test_F30_F34_any_json_is_read_or_refused(document: dict[str, object]):
-    """Catches: a value that slips through the fields of a document, or an untyped error."""
-    data = fuzz.to_text(document).encode("utf-8", "surrogatepass")
-    for model in (Manifest, Receipt):
-        try:
-            decode(model, data, "any")
-        except NewerSchema:
-            assert document["schema_version"] > 1
-        except CkptFsmError as error:
-            assert error.kind == "damaged_root"
 
 
 # ------------------------------------------------------- a stock checkpoint of megatron-core 0.19

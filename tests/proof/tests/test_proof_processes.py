@@ -19,7 +19,6 @@ from proof.processes import (
     _manager_sites,
     _pool,
     decided_otherwise,
-    file_system_of,
     strike,
 )
 from proof.real_jobs import MANAGER
@@ -401,23 +400,6 @@ def test_a_bug_at_a_short_write_of_the_managers_writer_is_seen(
         violation = pool.apply(strike, (site,), {"synced": False}).violation
     assert violation is not None and violation.promise == "F7"
     assert violation.replay.endswith("--role writer")
-
-
-def test_the_file_system_is_named(tmp_path: Path) -> None:
-    assert file_system_of("/proc") == "proc"
-    assert file_system_of(str(tmp_path)) != "of an unknown type"
-
-
-def test_a_btrfs_subvolume_is_named_by_its_mount() -> None:
-    """Would catch: a real disk taken for an unknown one, as its number is in no list."""
-    mounts = (
-        "1 0 8:1 / / rw - ext4 a a",
-        "2 1 0:40 / /p rw - btrfs b b",
-        "3 1 0:41 / /q rw - xfs c",
-    )
-    assert processes.mounted_as("0:99", Path("/p/tmp"), mounts) == "btrfs"
-    assert processes.mounted_as("0:99", Path("/pq"), mounts) == "ext4"
-    assert processes.mounted_as("0:41", Path("/elsewhere"), mounts) == "xfs"
 
 
 def test_without_a_real_disk_a_release_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
