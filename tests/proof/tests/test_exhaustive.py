@@ -12,27 +12,18 @@ from proof.exhaustive_world import Left
 from ckptfsm.coordinator import engine
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core import keeping, layout, lifecycle, recovery
-from ckptfsm.core.errors import Fenced
 from ckptfsm.core.events import Prune, ShardReported
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.durable import put
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
 
 
-def without_guard(monkeypatch, guard):
+def cleaned_unguarded(monkeypatch):
+    guard = lifecycle.every_writer_is_gone
     rows = tuple(replace(r, guard=None) if r.guard is guard else r for r in lifecycle.TABLE)
     monkeypatch.setattr(lifecycle, "TABLE", rows)
-
-
-def superseded_unguarded(monkeypatch):
-    without_guard(monkeypatch, lifecycle.a_newer_one_is_tracked_and_nothing_keeps_it)
-
-
-def cleaned_unguarded(monkeypatch):
-    without_guard(monkeypatch, lifecycle.every_writer_is_gone)
 
 
 def two_in_flight(monkeypatch):
@@ -58,13 +49,6 @@ def any_shard_counts(monkeypatch):
     monkeypatch.setattr(lifecycle, "_still_awaited", counted)
 
 
-def the_latest_is_offered(monkeypatch):
-    def offer(self, checkpoint, latest, preserved):
-        return lifecycle.Superseded(checkpoint.id, latest + 1)
-
-    monkeypatch.setattr(Ledger, "_offer", offer)
-
-
 def no_second_look(monkeypatch):
     def kept(facts):
         return kept_wherever_it_lies(replace(facts, holds=replace(facts.holds, **nobody)))
@@ -72,16 +56,6 @@ def no_second_look(monkeypatch):
     nobody = {"pinned": False, "leased": False}
     kept_wherever_it_lies = keeping._kept_wherever_it_lies
     monkeypatch.setattr(keeping, "_kept_wherever_it_lies", kept)
-
-
-def the_finalized_are_passed_over(monkeypatch):
-    decide = recovery.decide
-
-    def forgetful(facts):
-        found = decide(facts)
-        return replace(found, actions=()) if facts.checkpoint.state is State.FINALIZED else found
-
-    monkeypatch.setattr(recovery, "decide", forgetful)
 
 
 def the_tracked_are_withdrawn(monkeypatch):
@@ -119,31 +93,12 @@ def tracker_before_publishing(monkeypatch):
     monkeypatch.setattr(Publisher, "finalize", hasty)
 
 
-def fenced_and_deaf(monkeypatch):
-    write = Publisher.write_tracker
-
-    def deaf(self, step):
-        try:
-            write(self, step)
-        except Fenced:
-            return
-
-    monkeypatch.setattr(Publisher, "write_tracker", deaf)
-
-
 def nobody_looks_at_the_epoch(monkeypatch):
     monkeypatch.setattr(EpochLease, "check", lambda lease: None)
 
 
 def a_tick_that_breaks(monkeypatch):
     monkeypatch.setattr(engine.Engine, "retry_pending", lambda engine: {}["a bug"])
-
-
-def a_tracker_written_unlooked(monkeypatch):
-    def write(self, step):
-        put(self.storage, layout.TRACKER, layout.tracker_text(step), tag=self.tag)
-
-    monkeypatch.setattr(Publisher, "write_tracker", write)
 
 
 def clean_up_is_forgotten(monkeypatch):
@@ -163,21 +118,16 @@ def prune_by_deleting(monkeypatch):
 
 
 PLANTED = (
-    (superseded_unguarded, "keep", "I7"),
     (cleaned_unguarded, "ranks", "I1"),
     (two_in_flight, "keep", "I5"),
     (one_shard_short, "ranks", "I3"),
     (any_shard_counts, "ranks", "I5"),
-    (the_latest_is_offered, "keep", "I7"),
     (no_second_look, "keep", "I7"),
-    (the_finalized_are_passed_over, "keep", "I8"),
     (the_tracked_are_withdrawn, "keep", "I8"),
     (missing_ones_are_kept, "damage", "I2"),
     (pruned_before_journaled, "keep", "I1"),
     (tracker_before_publishing, "keep", "I2"),
-    (fenced_and_deaf, "epochs", "I9"),
     (nobody_looks_at_the_epoch, "epochs", "I9"),
-    (a_tracker_written_unlooked, "epochs", "I9"),
     (clean_up_is_forgotten, "ranks", "I10"),
     (a_tick_that_breaks, "epochs", "I10"),
     (prune_by_deleting, "keep", "I1"),
