@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 
 from ckptfsm.core.errors import CkptFsmError, describe
@@ -125,12 +124,3 @@ class SimWriters:
         writer = SimWriter(self._disk, name, job, self._hook)
         self.writers.append(writer)
         return writer
-
-    def running(self) -> list[SimWriter]:
-        """The writers that have not ended."""
-        return [writer for writer in self.writers if writer.running]
-
-    def for_each(self, do: Callable[[SimWriter], object]) -> None:
-        """Call ``do`` with every writer that runs."""
-        for writer in self.running():
-            do(writer)

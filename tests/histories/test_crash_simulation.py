@@ -14,12 +14,13 @@ import contextlib
 import errno
 import pickle
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from fakes import FakeDraft, FakeDriver, fake_ports
+from fakes import fake_ports
 from inline import InlineExecutor
+from proof.real_jobs import NamingDriver
 from proof.sim.answers import HandedOn
 from sim_writers import CopiedWriter
 
@@ -36,7 +37,7 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import GroupPart, GroupSave
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
-from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.plain_files import FilesDriver
 from ckptfsm.writers.rank_writer import write_rank
@@ -103,28 +104,6 @@ class InlineWriter(CopiedWriter):
 
     def kill(self, timeout_s: float) -> bool:
         return True
-
-
-class NamingDraft(FakeDraft):
-    """See ``NamingDriver``."""
-
-    def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
-    ) -> tuple[FakePart, ...]:
-        made = [(spec, fake_content(self.values[spec.name]["of"], 0)) for spec in specs]
-        kind = HalfPart if "write" in self.driver.failures else FakePart
-        return tuple(kind(spec.name, spec.directory, 0, content) for spec, content in made)
-
-
-class NamingDriver(FakeDriver):
-    """A worker's driver whose shards name their attempt, which is their state, to the judge.
-
-    With ``write`` among its ``failures``, the disk takes one half of each.
-    """
-
-    def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
-        made = super().draft(parts)
-        return NamingDraft(made.specs, False, made.summary, made.expected_bytes, self, made.values)
 
 
 class JudgedTransport(LocalTransport):
@@ -205,7 +184,9 @@ class Controlled:
 
     def write(self, save: GroupSave) -> None:
         for name, ticket in save.tickets.items():
-            self.controller.feed(self._said(self.workers[name].write(ticket, {"of": ticket.of})))
+            self.controller.feed(
+                self._said(self.workers[name].write(ticket, {"step": ticket.of.step}))
+            )
 
     def save(self, step: int) -> None:
         save = self.begin(step)

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from fakes import FakeDraft, FakeDriver, ThreadTransport, fake_ports, run_ranks
+from fakes import ThreadTransport, fake_ports, run_ranks
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.lifecycle import State
-from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import Identity, PartJob, Storage
+from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.disk.journal import read_history
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import FakeJob, FakePart, RootBroken, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, RootBroken, check_root
 from proof.coverage import Coverage, watch_moves
+from proof.real_jobs import NamingDriver
 
 _SETTINGS = {"close_timeout_s": 20.0, "busy_timeout_s": 20.0, "exit_timeout_s": 5.0}
 
@@ -174,7 +173,7 @@ def managed(site: Site) -> None:
 
     def train(transport: ThreadTransport) -> None:
         ports = fake_ports(
-            lambda create: site.storage(), transport=transport, driver=_Driver(transport.rank)
+            lambda create: site.storage(), transport=transport, driver=NamingDriver(transport.rank)
         )
         config = make_config({"retention": LatestN(1), **_SETTINGS})
         hooks = (site.hear,) if transport.rank == 0 else ()
@@ -186,26 +185,6 @@ def managed(site: Site) -> None:
     for result in run_ranks(2, train):
         if isinstance(result, BaseException):
             raise result
-
-
-class _Driver(FakeDriver):
-    """A driver whose shards name their attempt, as the judge expects."""
-
-    def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
-        made = super().draft(parts)
-        return _Draft(
-            made.specs, made.in_place, made.summary, made.expected_bytes, self, made.values
-        )
-
-
-class _Draft(FakeDraft):
-    def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
-    ) -> tuple[PartJob, ...]:
-        attempt = [int(number.lstrip("ea")) for number in location.rpartition("/")[2].split(".")]
-        rank = self.driver.rank
-        content = fake_content(AttemptId(*attempt), rank)
-        return tuple(FakePart(s.name, s.directory, rank, content) for s in specs)
 
 
 SCRIPTS: Mapping[str, Script] = {

@@ -31,7 +31,7 @@ from ckptfsm.core.ports import Identity, PartJob, Storage
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, fake_content
+from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, HalfPart, fake_content
 from proof.coverage import watch_moves
 from proof.real_site import Disk, Noting, Site, Strike, Tell
 
@@ -303,15 +303,20 @@ class QuickClock(ShiftedClock):
 
 @dataclass(slots=True)
 class NamedDraft(FakeDraft):
-    """A draft whose shards name their attempt, as ``check_root`` expects."""
+    """A draft whose shards name their attempt, as ``check_root`` expects.
+
+    With ``write`` among the driver's ``failures``, the disk takes one half of each.
+    """
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
         of = parse_attempt(Path(location).name)
         assert of is not None
-        rank = self.driver.rank
-        return tuple(FakePart(s.name, s.directory, rank, fake_content(of, rank)) for s in specs)
+        rank, kind = self.driver.rank, FakePart
+        if "write" in self.driver.failures:
+            kind = HalfPart
+        return tuple(kind(s.name, s.directory, rank, fake_content(of, rank)) for s in specs)
 
 
 class NamingDriver(FakeDriver):
