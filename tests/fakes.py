@@ -468,3 +468,9 @@ def fake_ports(
 
 def _open_posix(root: str, create: bool) -> Storage:
     return PosixStorage(root, create=create)
+
+
+def environment() -> dict[str, str]:
+    """The variables of an interpreter that imports this module."""
+    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}

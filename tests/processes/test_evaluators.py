@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fakes import environment
+
 TRAINER = """
 import sys
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
+from fakes import fake_ports
 with Manager(fake_ports(sys.argv[1]), make_config({"retention": {"latest_n": 1}})) as manager:
     print("open", manager.latest_step(), flush=True)
     for line in sys.stdin:
@@ -41,7 +43,11 @@ class Process:
     def __init__(self, program: str, *arguments: object) -> None:
         command = [sys.executable, "-c", program, *map(str, arguments)]
         self._process = subprocess.Popen(
-            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command,
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def tell(self, line: object) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from cli_runs import said
+from fakes import environment
 
 TRAINER = """
 import json, logging, sys
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
+from fakes import fake_ports
 class Told(logging.Handler):
     def emit(self, record):
         if record.event.startswith("job"):
@@ -42,7 +43,12 @@ class Trainer:
     def __init__(self, place: Path, **settings: object) -> None:
         command = [sys.executable, "-c", TRAINER, str(place / "root"), json.dumps(settings)]
         self.process = subprocess.Popen(
-            command, cwd=place, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command,
+            cwd=place,
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self.words: list[str] = []
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fakes import fake_ports
+from fakes import environment, fake_ports
 from managers import QUICK
 
 from ckptfsm.core.config import make_config
@@ -27,7 +27,7 @@ COPIES = """
 import shutil, sys, time
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
+from fakes import fake_ports
 manager = Manager(fake_ports(sys.argv[1]), make_config({}))
 manager.save(1, parts={"x": b"data"}).wait()
 shutil.copytree(sys.argv[1], sys.argv[1] + ".backup")
@@ -42,7 +42,7 @@ def owner_that_copied(root: Path) -> Iterator[subprocess.Popen[str]]:
     end."""
     command = [sys.executable, "-c", COPIES, str(root)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as owner:
+    with subprocess.Popen(command, env=environment(), text=True, **pipes) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "copied\n"
         yield owner
@@ -82,7 +82,7 @@ from pathlib import Path
 from ckptfsm.adapters import spawn, tied
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
+from fakes import fake_ports
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 from ckptfsm.writers.write_job import WriteJob
 root, stopped_at = sys.argv[1:]
@@ -121,7 +121,8 @@ def test_F13_a_stopped_writer_that_wakes_up_later_writes_nothing(tmp_path: Path,
     not see that its trainer is dead, and has the word for its receipt."""
     root = tmp_path / "root"
     command = [sys.executable, "-c", LATE, str(root), stopped_at]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
+    pipe, variables = subprocess.PIPE, environment()
+    with subprocess.Popen(command, env=variables, stdout=pipe, start_new_session=True) as trainer:
         assert trainer.stdout is not None
         watched = os.pidfd_open(int(trainer.stdout.readline()))
         try:

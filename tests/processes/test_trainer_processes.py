@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import FakeDriver, fake_ports
+from fakes import FakeDriver, environment, fake_ports
 from managers import QUICK, weights
 
 from ckptfsm.core.config import make_config
@@ -26,7 +26,7 @@ SIGNALS = """
 import os, signal, sys
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.fakes import fake_ports
+from fakes import fake_ports
 
 def opened(name):
     ports = fake_ports(f"{sys.argv[1]}/{name}")
@@ -59,7 +59,7 @@ def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
     """Found by attack. Catches: the first manager taking the second one's handler away, and the second
     putting back the dead first one's: no scheduler can end the process any more."""
     command = [sys.executable, "-c", SIGNALS, str(tmp_path), trainers]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stdout.splitlines()) == ends
 
 

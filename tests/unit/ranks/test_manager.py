@@ -32,6 +32,7 @@ from fakes import (
     FakeRequest,
     ShiftedClock,
     ThreadTransport,
+    environment,
     fake_ports,
     run_ranks,
 )
@@ -1274,7 +1275,7 @@ from pathlib import Path
 from ckptfsm.core.config import make_config
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.adapters.fork import fork_child
-from ckptfsm.testing.fakes import fake_ports
+from fakes import fake_ports
 def hang(storage, job):
     return fork_child(threading.Event().wait, keep=())
 def train(step):
@@ -1291,7 +1292,7 @@ kept = train(30)
 def test_F28_a_program_that_ends_with_a_save_in_flight_is_told(run: Run):
     """Catches: the last save of a job that is never closed, lost without a word."""
     command = [sys.executable, "-c", LEFT, str(run.root)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = (
         "PollMissingWarning: the save of step {} is in flight, and its manager ends without close()"
