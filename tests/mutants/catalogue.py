@@ -1,36 +1,28 @@
-"""All planted bugs in one tuple."""
+"""All planted bugs, in the order of their files. A bug of a ``.txt`` beside this module is written so:
+
+    == rollback-without-intent: I8, order
+    a crash in the middle undoes the rollback, or half of it
+    @ coordinator.coordinator:Coordinator.rollback
+    - self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
+    + pass
+
+That is its name, what it breaks and its source; its consequence, where the name does not tell it; and
+one edit or several: the function, the old code, and the new code, if any. ``loader.Mutant`` says more.
+"""
 
 from __future__ import annotations
 
-from mutants import (
-    admission,
-    composites,
-    core,
-    dropins,
-    durability,
-    engine,
-    evaluators,
-    jobs,
-    preemption,
-    protocol,
-    ranks,
-    reading,
-)
-from mutants.loader import Mutant
+from pathlib import Path
 
-MUTANTS: tuple[Mutant, ...] = (
-    *core.MUTANTS,
-    *durability.MUTANTS,
-    *protocol.MUTANTS,
-    *ranks.MUTANTS,
-    *composites.MUTANTS,
-    *dropins.MUTANTS,
-    *engine.MUTANTS,
-    *admission.MUTANTS,
-    *preemption.MUTANTS,
-    *reading.MUTANTS,
-    *evaluators.MUTANTS,
-    *jobs.MUTANTS,
+from mutants.loader import Mutant, read
+
+_FILES = (
+    *("core", "durability", "protocol", "ranks", "composites", "dropins"),
+    *("engine", "admission", "preemption", "reading", "evaluators", "jobs"),
+)
+
+MUTANTS: tuple[Mutant, ...] = tuple(
+    planted for name in _FILES for planted in read(Path(__file__).with_name(f"{name}.txt"))
 )
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -69,19 +70,23 @@ class Mutant:
     why: str = ""
 
 
-def mutant(
-    name: str,
-    where: str,
-    old: str,
-    new: str,
-    *more: tuple[str, str, str],
-    breaks: str,
-    source: str,
-    why: str = "",
-) -> Mutant:
-    """A mutant of one replacement, or of several: ``more`` are (where, old, new)."""
-    edits = tuple(Edit(*edit) for edit in ((where, old, new), *more))
-    return Mutant(name, breaks, source, edits, why)
+def read(path: Path) -> Iterator[Mutant]:
+    """The mutants of a file; ``catalogue`` says how they are written."""
+    _, *blocks = re.split(r"^== ", path.read_text(encoding="utf-8"), flags=re.M)
+    for block in blocks:
+        head, *lines = block.rstrip().splitlines()
+        name, breaks, source = re.split("[:,] ", head, maxsplit=2)
+        changes: list[tuple[str, list[str], list[str]]] = []
+        why = ""
+        for line in lines:
+            if line.startswith("@ "):
+                changes.append((line[2:], [], []))
+            elif line.startswith(("-", "+")):
+                changes[-1]["-+".index(line[0]) + 1].append(line[2:])
+            else:
+                why = line
+        edits = (Edit(where, "\n".join(old), "\n".join(new)) for where, old, new in changes)
+        yield Mutant(name, breaks, source, tuple(edits), why)
 
 
 def mutated_sources(planted: Mutant) -> dict[str, str]:

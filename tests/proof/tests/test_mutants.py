@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mutants import anchors, exchange, warm
 from mutants.catalogue import MUTANTS, by_name
-from mutants.loader import Edit, Mutant, mutant, mutated_sources
+from mutants.loader import Edit, Mutant, mutated_sources, read
 from mutants.warm import Question
 from proof import mutants as layer
 from proof.catalogue import layers_of
@@ -156,9 +156,39 @@ def _is_there(killer: str) -> bool:
     return path.exists() and f"def {function}(" in path.read_text()
 
 
+WRITTEN = """# Some.
+
+== first-one: I2, Megatron-LM (tracker)
+the second is lost
+@ core.ledger:Ledger.post
+- if one:
+-     two()
++ pass
+@ core.ledger:Ledger.latest
+- three()
+
+== second-one: F5, order
+@ disk.durable:
+- four
+"""
+
+
+def test_bugs_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """Catches a bug of which an edit is lost, or the indentation of its code."""
+    (tmp_path / "some.txt").write_text(WRITTEN)
+    edits = (
+        Edit("core.ledger:Ledger.post", "if one:\n    two()", "pass"),
+        Edit("core.ledger:Ledger.latest", "three()", ""),
+    )
+    assert [*read(tmp_path / "some.txt")] == [
+        Mutant("first-one", "I2", "Megatron-LM (tracker)", edits, "the second is lost"),
+        Mutant("second-one", "F5", "order", (Edit("disk.durable:", "four", ""),)),
+    ]
+
+
 def test_an_old_text_that_moved_is_an_error() -> None:
     """Catches a loader that plants nothing and lets the mutant survive, or be killed by chance."""
-    gone = mutant("x", "disk.durable:", "no such text", "", breaks="I1", source="")
+    gone = Mutant("x", "I1", "", (Edit("disk.durable:", "no such text", ""),))
     with pytest.raises(LookupError, match="0 times"):
         mutated_sources(gone)
     twice = Mutant("x", "I1", "", (Edit("disk.durable:", "storage.fsync_dir", ""),))
