@@ -62,11 +62,11 @@ def _plain(state: TrainingState, pinned: list[torch.Tensor]) -> None:
 
 
 def _staged(state: TrainingState, copies: DeviceCopies) -> None:
-    copy = copies.begin(state.tensors)
+    copy = copies.new_copy(state.tensors)
     if copy is None:
         raise RuntimeError("no memory could be pinned: see the log")
     for number, tensor in enumerate(state.tensors):
-        room = copy.room_for(tensor)
+        room = copy.slot_for(tensor)
         if room is None:
             raise RuntimeError(f"tensor {number} is not copied by the device")
         copy.add(str(number), tensor, room, small=False)

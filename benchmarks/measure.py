@@ -137,7 +137,7 @@ def as_json(about: dict[str, object], groups: dict[str, list[Figure]]) -> str:
 
 
 def as_table(about: dict[str, object], groups: dict[str, list[Figure]]) -> str:
-    """A line per figure, for people."""
+    """A line per figure, to print."""
     rows: list[Sequence[str]] = [_COLUMNS]
     for group, figures in groups.items():
         rows.append((f"[{group}]", *[""] * (len(_COLUMNS) - 1)))

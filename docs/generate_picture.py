@@ -1,8 +1,8 @@
-"""Draw the rooms of ``ckptfsm/`` and the imports between them, for ``docs/architecture.md``.
+"""Draw the subpackages of ``ckptfsm/`` and the imports between them, for ``docs/architecture.md``.
 
 The picture is made from the imports, and a test compares it with the page. An arrow that follows
 from two others is left out. Modules at the top of the package (``errors``, ``ports``, ...) only
-hand on names of a room, and are not drawn.
+hand on names of a subpackage, and are not drawn.
 
     python docs/generate_picture.py --write     write the picture into the page
     python docs/generate_picture.py --check     exit with 1 if the page shows another one
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- picture: python docs/generate_picture.py --write -->"
 END = "<!-- end of picture -->"
-ROOMS: Mapping[str, str] = MappingProxyType(
+SUBPACKAGES: Mapping[str, str] = MappingProxyType(
     {
         "core": "decides: table, ledger, recovery",
         "adapters": "reaches the machine: disk, processes, clock",
@@ -33,7 +33,7 @@ ROOMS: Mapping[str, str] = MappingProxyType(
         "ranks": "what a trainer calls",
         "megatron": "torch and megatron-core",
         "integrations": "trainers: Megatron-LM, verl, Ray",
-        "views": "pictures for people",
+        "views": "pictures and lists",
         "testing": "public test kit",
         "demo": "ckptfsm demo",
         "cli": "the command line",
@@ -43,49 +43,54 @@ ROOMS: Mapping[str, str] = MappingProxyType(
 
 @cache
 def imports(package: Path) -> dict[str, set[str]]:
-    """The rooms that each room imports from."""
-    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    """The subpackages that each subpackage imports from."""
+    found: dict[str, set[str]] = {subpackage: set() for subpackage in SUBPACKAGES}
     for path in package.rglob("*.py"):
-        room = path.relative_to(package).parts[0]
-        if room not in found:
+        subpackage = path.relative_to(package).parts[0]
+        if subpackage not in found:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 names = [node.module]
             pieces = [name.split(".") for name in names]
-            found[room] |= {p[1] for p in pieces if len(p) > 1 and p[0] == "ckptfsm"} & set(ROOMS)
-    return {room: others - {room} for room, others in found.items()}
+            found[subpackage] |= {p[1] for p in pieces if len(p) > 1 and p[0] == "ckptfsm"} & set(
+                SUBPACKAGES
+            )
+    return {subpackage: others - {subpackage} for subpackage, others in found.items()}
 
 
 def without_detours(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
     """The same graph without the arrows that follow from others."""
 
-    def reach(room: str) -> set[str]:
-        return graph[room].union(*(reach(other) for other in graph[room]))
+    def reach(subpackage: str) -> set[str]:
+        return graph[subpackage].union(*(reach(other) for other in graph[subpackage]))
 
     return {
-        room: sorted(other for other in others if not any(other in reach(o) for o in others))
-        for room, others in graph.items()
+        subpackage: sorted(other for other in others if not any(other in reach(o) for o in others))
+        for subpackage, others in graph.items()
     }
 
 
 def picture(package: Path = ROOT / "ckptfsm") -> str:
     """The picture as Mermaid text."""
     lines = ["```mermaid", "flowchart BT"]
-    lines += [f'    {room}["<b>{room}</b><br>{about}"]' for room, about in ROOMS.items()]
-    for room, others in without_detours(imports(package)).items():
-        lines += [f"    {other} --> {room}" for other in others]
+    lines += [
+        f'    {subpackage}["<b>{subpackage}</b><br>{about}"]'
+        for subpackage, about in SUBPACKAGES.items()
+    ]
+    for subpackage, others in without_detours(imports(package)).items():
+        lines += [f"    {other} --> {subpackage}" for other in others]
     return "\n".join([*lines, "```"])
 
 
 def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The rooms from the ground up: each stands above every room that it imports from."""
+    """The subpackages from the ground up: each stands above every subpackage that it imports from."""
 
-    def height(room: str) -> int:
-        return 1 + max((height(other) for other in graph[room]), default=-1)
+    def height(subpackage: str) -> int:
+        return 1 + max((height(other) for other in graph[subpackage]), default=-1)
 
-    heights = {room: height(room) for room in graph}
+    heights = {subpackage: height(subpackage) for subpackage in graph}
     return [[r for r in graph if heights[r] == n] for n in range(1 + max(heights.values()))]
 
 
@@ -95,18 +100,18 @@ def drawing(package: Path = ROOT / "ckptfsm") -> str:
     rows = floors(graph)
     height = len(rows) * _FLOOR
     middle = {}
-    for floor, rooms in enumerate(rows):
-        for place, room in enumerate(rooms):
-            x = _WIDTH * (place + 0.5) / len(rooms)
-            middle[room] = (x, height - _FLOOR * (floor + 0.5))
+    for floor, subpackages in enumerate(rows):
+        for place, subpackage in enumerate(subpackages):
+            x = _WIDTH * (place + 0.5) / len(subpackages)
+            middle[subpackage] = (x, height - _FLOOR * (floor + 0.5))
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">', _STYLE]
-    for room, others in without_detours(graph).items():
-        lines += [_arrow(middle[other], middle[room]) for other in others]
-    for room, (x, y) in middle.items():
+    for subpackage, others in without_detours(graph).items():
+        lines += [_arrow(middle[other], middle[subpackage]) for other in others]
+    for subpackage, (x, y) in middle.items():
         lines += [
             f'<rect x="{x - _BOX / 2:.0f}" y="{y - 20:.0f}" width="{_BOX}" height="40" rx="4"/>',
-            f'<text x="{x:.0f}" y="{y - 3:.0f}" class="name">{room}</text>',
-            f'<text x="{x:.0f}" y="{y + 12:.0f}">{ROOMS[room]}</text>',
+            f'<text x="{x:.0f}" y="{y - 3:.0f}" class="name">{subpackage}</text>',
+            f'<text x="{x:.0f}" y="{y + 12:.0f}">{SUBPACKAGES[subpackage]}</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 

@@ -32,7 +32,7 @@ from docs import generate_picture, generate_reference  # noqa: E402
 
 SOURCE = "build/site-source"
 REFERENCE = "docs/reference"
-ROOMS = "docs/rooms.svg"
+SUBPACKAGES = "docs/subpackages.svg"
 TAKEN = (
     "*.md",
     "docs/**/*.md",
@@ -78,7 +78,7 @@ def read(name: str) -> str:
 def for_the_site(text: str) -> str:
     """A page in the form that the site shows as GitHub shows the page of the repository."""
     text = _FENCE.sub(_bare_fence, text)
-    text = _MERMAID.sub(f"![The rooms and their imports]({Path(ROOMS).name})", text)
+    text = _MERMAID.sub(f"![The subpackages and their imports]({Path(SUBPACKAGES).name})", text)
     text = _ROW.sub(lambda row: _CODE.sub(_bare_bars, row[0]), text)
     return _DIRECTORY.sub(rf"\1{LIST})", text)
 
@@ -124,7 +124,7 @@ def write(root: Path) -> None:
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(HERE / name, path)
-    (place / ROOMS).write_text(generate_picture.drawing(), encoding="utf-8")
+    (place / SUBPACKAGES).write_text(generate_picture.drawing(), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

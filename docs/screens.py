@@ -108,7 +108,7 @@ def _jobs(
         else:
             ownership, job.coordinator._ownership = job.coordinator._ownership, None
             assert ownership is not None
-            ownership.drop()
+            ownership.release_lock_only()
             clock.sleep(PAUSE_S)
         job.storage.close_root()
 

@@ -37,7 +37,7 @@
  * -DNO_EPOCH_CHECK.
  *
  * Rules: the order of the steps is that of disk/ownership.py, disk/publishing.py,
- * disk/setting_aside.py, coordinator/engine.py, core/recovery.py and disk/reader_lease.py. A change of
+ * disk/setting_aside.py, coordinator/applier.py, core/recovery.py and disk/reader_lease.py. A change of
  * that order there needs the same change here.
  *
  * Not modelled: power loss and the number of anything (inductive.py), leases that expire, errors of the

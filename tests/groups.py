@@ -57,9 +57,9 @@ class Group:
             assert not thread.is_alive(), "a worker hangs"
         return [event for some in reports for event in some]
 
-    def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+    def poll(self, failed: tuple[AttemptId, ...]) -> list[Event]:
         living = [w for rank, w in enumerate(self.workers) if rank not in self.dead]
-        return [event for worker in living for event in worker.poll(doomed)]
+        return [event for worker in living for event in worker.poll(failed)]
 
 
 class GroupJob:
@@ -83,10 +83,10 @@ class GroupJob:
             **{**SETTINGS, **settings},
         )
 
-    def ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+    def ask(self, failed: tuple[AttemptId, ...]) -> list[Event]:
         if self.deaf:
             return []
-        events = [event for group in self.groups.values() for event in group.poll(doomed)]
+        events = [event for group in self.groups.values() for event in group.poll(failed)]
         self.said += events
         return events
 

@@ -12,7 +12,7 @@ from typing import Any
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import make_config
-from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import LaunchInterrupted, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDriver, FileTree
@@ -112,7 +112,7 @@ class Lingering:
 
     def launch(self, storage: Storage, job: RankJob) -> Lingering:
         if self._at_launch:
-            raise NotGone(self, self._broken)  # type: ignore[arg-type]
+            raise LaunchInterrupted(self, self._broken)  # type: ignore[arg-type]
         return self
 
     @property

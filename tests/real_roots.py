@@ -34,5 +34,5 @@ def crashed(job: FakeJob) -> None:
     """Let go of a root as the death of its process would."""
     ownership, job.coordinator._ownership = job.coordinator._ownership, None
     assert ownership is not None
-    ownership.drop()
+    ownership.release_lock_only()
     job.storage.close_root()

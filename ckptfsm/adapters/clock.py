@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 
 class SystemClock:
-    """Monotonic seconds for decisions, UTC text for people."""
+    """Monotonic seconds for decisions, UTC text for display."""
 
     def monotonic(self) -> float:
         return time.monotonic()

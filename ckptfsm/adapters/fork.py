@@ -59,7 +59,7 @@ class Child:
         self._outcome: Outcome | None = None
         os.set_blocking(pipe, False)
 
-    def begins(self, timeout_s: float) -> bool:
+    def await_start(self, timeout_s: float) -> bool:
         """Wait until the child runs code of this library or has ended; False after ``timeout_s``."""
         if self._pipe is not None and not self.began:
             watch = select.poll()
@@ -109,7 +109,7 @@ class Child:
         return self.wait(timeout_s) is not None
 
     def whereabouts(self) -> str:
-        return ", ".join(stand(pid) for pid in [self.pid, *children_of(self.pid)])
+        return ", ".join(kernel_state(pid) for pid in [self.pid, *children_of(self.pid)])
 
     def written_bytes(self) -> int:
         return 0 if self._count is None else self._count.value
@@ -179,7 +179,7 @@ def fork_child(
     for _ in range(_FORKS - 1):
         child = _fork(job, keep, count)
         try:
-            if child.begins(_BEGIN_S):
+            if child.await_start(_BEGIN_S):
                 return child
             where = child.whereabouts()
             if not child.kill() or child.began:  # it may have left files: a writer that died
@@ -295,8 +295,8 @@ def _run_child(
             os.close(pipe[0])  # its number is free for the next file
             _let_go_of_all_but({0, 1, 2, pipe[1], *keep})
             frame, ending = _frame(_RESULT, job()), 0
-        except BaseException as error:  # the parent must hear of every error
-            told = told_of(error)
+        except BaseException as error:  # the parent must learn of every error
+            told = child_error(error)
             frame, ending = _RUNS + _frame(_ERROR, told), 1  # the first byte may be unsent
         _send(pipe[1], frame)
         code = ending
@@ -304,7 +304,7 @@ def _run_child(
         os._exit(code)
 
 
-def told_of(error: BaseException) -> ChildError:
+def child_error(error: BaseException) -> ChildError:
     """An error as a writer tells it to its trainer."""
     cause = first_os_error(error)
     words = describe(cause) if cause else ""
@@ -341,7 +341,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def stand(pid: int) -> str:
+def kernel_state(pid: int) -> str:
     """Pid, state and kernel function of a process, such as "4242 D jbd2_log_wait_commit"."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
-_FREE_SHARE = 0.5  # of the free memory, for the copies of all ranks of the host
+_FREE_FRACTION = 0.5  # of the free memory, for the copies of all ranks of the host
 _MEMORY_FILES = (
     ("memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -33,7 +33,7 @@ def available_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
 
 def affordable_bytes(free_bytes: Callable[[], int] = available_bytes) -> int:
     """The memory that this process may keep for copies of its state, beside its host's other ranks."""
-    return int(free_bytes() * _FREE_SHARE / ranks_of_this_host())
+    return int(free_bytes() * _FREE_FRACTION / ranks_of_this_host())
 
 
 def processors(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:

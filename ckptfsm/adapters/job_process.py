@@ -112,7 +112,7 @@ class JobProcess:
         if self.running:
             self._process.kill(None)
         self._close()
-        return self.last_words()
+        return self.last_output()
 
     def _close(self) -> None:
         if self._output >= 0:
@@ -120,7 +120,7 @@ class JobProcess:
             os.close(self._output)
             self._output, self._listening = -1, False
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of the output, in one line."""
         lines = self._said.decode("utf-8", "replace").split("\n")
         return " | ".join(line.strip() for line in lines if line.strip())
@@ -129,7 +129,7 @@ class JobProcess:
         if status == 0:
             return ""
         how = f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
-        words = self.last_words()
+        words = self.last_output()
         return f"{how}: {words}" if words else how
 
     def _listen(self) -> None:

@@ -1,4 +1,4 @@
-"""Log lines and warnings for people."""
+"""Log lines and warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSIDE = ("ckptfsm", "contextlib")  # a warning must not name a line in them
 def say(
     write: Callable[..., None], event: str, text: str, *, exc_info: Any = None, **facts: Any
 ) -> None:
-    """Log ``text`` through a logger's method: one line for people, safe for a terminal.
+    """Log ``text`` through a logger's method: one line, safe for a terminal.
 
     ``event`` is a stable word for log processors. The record has ``event`` and the facts as
     attributes.

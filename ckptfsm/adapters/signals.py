@@ -178,7 +178,7 @@ class OneCall:
 
         If a handler left the manager, raises that exception at once.
         """
-        interruption = self._heard()
+        interruption = self._next_interruption()
         if interruption is not None and self.left:
             raise interruption
         return interruption
@@ -199,13 +199,13 @@ class OneCall:
             raise RankInterrupted(f"another rank was interrupted while all {during}")
         return agreed
 
-    def hear_exit(self) -> BaseException | None:
+    def check_exit(self) -> BaseException | None:
         """Run the handlers that wait, where other exceptions would count as errors of the save.
 
         Returns a ``KeyboardInterrupt`` or ``SystemExit``. Another exception of a handler is kept: the
         next ``hear`` returns it, or the end of the call raises it.
         """
-        interruption = self._heard()
+        interruption = self._next_interruption()
         if interruption is None or isinstance(interruption, (KeyboardInterrupt, SystemExit)):
             return interruption
         self._kept = interruption
@@ -213,7 +213,7 @@ class OneCall:
             raise interruption
         return None
 
-    def _heard(self) -> BaseException | None:
+    def _next_interruption(self) -> BaseException | None:
         kept, self._kept = self._kept, None
         if kept is not None or self._signals is None:
             return kept

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.adapters.fork import above_streams, stand
+from ckptfsm.adapters.fork import above_streams, kernel_state
 from ckptfsm.adapters.tied import TiedProcess, interpreter, wait_for
 from ckptfsm.core.errors import describe
 
@@ -178,7 +178,7 @@ class Spawned:
         self._owner = os.getpid()
         self._user = _user()
         self._open = True
-        self._heard: list[Any] = []
+        self._unread: list[Any] = []
         code = _START.format(module=module, function=function)
         command = [interpreter(), "-I", "-S", "-c", code, str(os.getpid()), *import_path()]
         ours, theirs = (
@@ -222,17 +222,17 @@ class Spawned:
         if os.getpid() != self._owner:
             return []
         if self._open:
-            timeout_s = 0.0 if self._heard else timeout_s
+            timeout_s = 0.0 if self._unread else timeout_s
             self._open, messages = self._channel.receive(timeout_s)
-            self._heard += messages
-        elif not self._heard and timeout_s > 0:  # nothing comes any more but its end
+            self._unread += messages
+        elif not self._unread and timeout_s > 0:  # nothing comes any more but its end
             self._process.wait(timeout_s)
-        heard, self._heard = self._heard, []
-        return heard
+        unread, self._unread = self._unread, []
+        return unread
 
     def next_message(self, timeout_s: float) -> Any:
         """Its next message, or None if there is none in ``timeout_s``; the others stay."""
-        first, *self._heard = self.listen(timeout_s) or [None]
+        first, *self._unread = self.listen(timeout_s) or [None]
         return first
 
     @property
@@ -260,8 +260,8 @@ class Spawned:
         self._process.resume()
 
     def whereabouts(self) -> str:
-        """See ``stand``."""
-        return stand(self.pid)
+        """See ``kernel_state``."""
+        return kernel_state(self.pid)
 
     def close(self) -> None:
         """Let go of the socket: a process that waits for a message ends."""

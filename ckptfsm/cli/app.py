@@ -50,7 +50,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "export": ("exporting", "Print metrics of a root in the format of Prometheus."),
         "pin": ("changing", "Keep a checkpoint from pruning until it is unpinned."),
         "unpin": ("changing", "End a pin: retention decides anew."),
-        "prune": ("changing", "Delete checkpoints that retention has given up."),
+        "prune": ("changing", "Delete checkpoints that retention no longer keeps."),
         "rollback": ("changing", "Make a step the latest again."),
         "lease": ("changing", "Keep a step while this command runs, and print its path."),
         "record-metrics": ("changing", "Add metrics to a checkpoint after its save."),

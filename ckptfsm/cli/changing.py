@@ -26,8 +26,8 @@ from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.cli.reading import HERE, REFUSED, Place, Root, Step, opened, step_or_root
 from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.coordinator.errands import carry_out, prune_step
-from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
+from ckptfsm.coordinator.operator_requests import carry_out, prune_step
+from ckptfsm.core.documents import Answered, Asked, RequestKind, first_problem
 from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
@@ -125,7 +125,7 @@ def prune(
     root: Root = HERE,
     wait: Wait = 60.0,
 ) -> None:
-    """Delete checkpoints that retention has given up. The latest, pinned and leased ones stay.
+    """Delete checkpoints that retention no longer keeps. The latest, pinned and leased ones stay.
 
     A living owner uses the policy of its trainer. Without one, give --keep-latest or --keep-every.
     --dry-run alone uses the policy that the last owner has recorded.
@@ -139,7 +139,7 @@ def prune(
     if overview.owner.may_live:
         if policies:
             raise ConfigError("the living owner uses the policy of its trainer", root=overview.root)
-        errand: Errand = "prune" if step is None else "prune_step"
+        errand: RequestKind = "prune" if step is None else "prune_step"
         ask(root, wait, partial(Asked, errand=errand, step=step, dry=dry_run))
     elif step is not None:
         _prune_named(root, overview, step, dry=dry_run)
@@ -176,7 +176,7 @@ def _prune_named(root: Path, overview: Overview, step: int, *, dry: bool) -> Non
 
 def _prune_by(root: Path, overview: Overview, policy: Policy, *, dry: bool) -> None:
     preserved = policy.preserve(describe_tracked(overview.ledger))
-    steps = [offer.of.step for offer in overview.ledger.prunable(preserved)]
+    steps = [offer.of.step for offer in overview.ledger.to_prune(preserved)]
     _prune_without_owner(root, overview, steps, dry=dry)
 
 
@@ -302,14 +302,14 @@ def owned(
             coordinator.close()
 
 
-def ask(root: Path, wait_s: float, errand: Callable[..., Asked]) -> None:
+def ask(root: Path, wait_s: float, request: Callable[..., Asked]) -> None:
     """Have a request, complete but for ``nonce``, ``epoch`` and ``by``, carried out by an owner."""
     by = f"pid {os.getpid()} on {this_process().host}"
     with opened(root) as storage:
         overview = look(storage)
     try:
         epoch = max(overview.owner.epoch, 1)
-        asked = errand(nonce=uuid.uuid4().hex, epoch=epoch, by=by)
+        asked = request(nonce=uuid.uuid4().hex, epoch=epoch, by=by)
     except ValidationError as error:
         raise ConfigError(first_problem(error)) from error
     if overview.owner.may_live:

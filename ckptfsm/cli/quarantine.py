@@ -15,7 +15,7 @@ from ckptfsm.adapters.posix_storage import OpenPosix, opened_storage
 from ckptfsm.cli.changing import OwnerEnded, Wait, ask, owned
 from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.coordinator.admitting import admit, judge_content
+from ckptfsm.coordinator.admitting import admit, require_intact
 from ckptfsm.core.documents import Asked, FileEntry
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.evidence import ANOTHER_MANIFEST
@@ -79,12 +79,12 @@ def adopt(
         _refuse_inside(layout, source, found)
         _start(root, owner_ended)
         with opened(root) as storage:
-            judge_content(storage, look(storage).layout, source, found, _all_told)
+            require_intact(storage, look(storage).layout, source, found, _all_told)
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
         with opened_storage(given.parent) as storage:
-            judge_content(storage, layout, given.name, found, _all_told)
+            require_intact(storage, layout, given.name, found, _all_told)
         if makes:
             _make(root, layout)
         _start(root, owner_ended)
@@ -225,7 +225,7 @@ def restore(
 def _refuse_unfit(storage: Storage, name: str, of: AttemptId, told: Life | None) -> None:
     """Refuse a directory that is damaged, or is another one than the journal told of its attempt."""
     path = f"{QUARANTINE}/{name}"
-    judge_content(storage, look(storage).layout, path, of.step, _all_told)
+    require_intact(storage, look(storage).layout, path, of.step, _all_told)
     commit = read_commit(storage, path)
     if commit is None or told is None:
         return

@@ -53,7 +53,7 @@ def verify(
         bool, typer.Option("--all", help="Every tracked checkpoint, the newest first.")
     ] = False,
     read_data_subset: Annotated[
-        str, typer.Option(help="The share of the files to read, at random: 10%.")
+        str, typer.Option(help="The fraction of the files to read, at random: 10%.")
     ] = "100%",
     json: Json = False,
 ) -> None:
@@ -62,12 +62,12 @@ def verify(
     DIR is a root, or the directory of one checkpoint, also a copy far from its root. Exit status 1 if
     one is damaged, or the journal of the root.
     """
-    share = _share(read_data_subset)
+    fraction = _fraction(read_data_subset)
     step, root = step_or_root(ctx, what, place or root)
     if step is not None and everything_tracked:
         raise typer.BadParameter("give a step, or --all")
     if _is_checkpoint(root):
-        _verify_copy(root, share, json)
+        _verify_copy(root, fraction, json)
         return
     verdicts: list[Verdict] = []
     with opened(root) as storage:
@@ -77,7 +77,7 @@ def verify(
         with _progress() as progress:
             for each in _steps(shelf, step, everything_tracked):
                 began = time.monotonic()
-                watched = _Watched(share, progress, f"step {each}")
+                watched = _Watched(fraction, progress, f"step {each}")
                 verdicts.append(_verified(storage, shelf, each, watched))
                 if not json:
                     told = _lines(f"step {each}", verdicts[-1], time.monotonic() - began)
@@ -100,13 +100,13 @@ def _is_checkpoint(place: Path) -> bool:
     return named or any((place / name).exists() for name in (MANIFEST, METADATA))
 
 
-def _verify_copy(place: Path, share: float, json: bool) -> None:
+def _verify_copy(place: Path, fraction: float, json: bool) -> None:
     """Verify one directory. No journal is asked: its manifest alone says what has to be there."""
     place = place.resolve()
     layout = layout_of_names([place.name])
     with opened_storage(place.parent) as storage, _progress() as progress:
         began = time.monotonic()
-        watched = _Watched(share, progress, place.name)
+        watched = _Watched(fraction, progress, place.name)
         named = layout.parse_published(place.name)
         try:
             verdict = verify_directory(
@@ -164,14 +164,14 @@ def _by_names(storage: Storage, said: str, *, lost: bool = False) -> _Shelf:
     return _Shelf(storage.root, layout, dict.fromkeys(steps), problem, lost)
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     try:
-        share = float(text.removesuffix("%")) / 100
+        fraction = float(text.removesuffix("%")) / 100
     except ValueError:
-        share = -1.0
-    if not text.endswith("%") or not 0 <= share <= 1:
+        fraction = -1.0
+    if not text.endswith("%") or not 0 <= fraction <= 1:
         raise typer.BadParameter(f"{text!r} is no percentage from 0% to 100%")
-    return share
+    return fraction
 
 
 def _steps(shelf: _Shelf, step: int | None, everything_tracked: bool) -> Sequence[int]:
@@ -199,17 +199,17 @@ def _progress() -> Progress:
 
 
 class _Watched:
-    """A share of the files at random, at least one unless it is 0, whose reads move a bar."""
+    """A fraction of the files at random, at least one unless it is 0, whose reads move a bar."""
 
-    def __init__(self, share: float, progress: Progress, name: str) -> None:
-        self._share = share
+    def __init__(self, fraction: float, progress: Progress, name: str) -> None:
+        self._fraction = fraction
         self._progress = progress
         self._task = progress.add_task(name, total=None)
 
     def choose(self, files: Sequence[FileEntry]) -> Collection[FileEntry]:
         chosen = files
-        if self._share < 1:
-            count = max(1, round(self._share * len(files))) if self._share else 0
+        if self._fraction < 1:
+            count = max(1, round(self._fraction * len(files))) if self._fraction else 0
             chosen = random.sample(files, k=min(len(files), count))
         self._progress.update(self._task, total=sum(file.bytes for file in chosen))
         return chosen

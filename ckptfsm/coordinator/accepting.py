@@ -1,4 +1,4 @@
-"""Judges a save before anything of it is journaled: its name, old writers, the room on the disk."""
+"""Decides on a save before anything of it is journaled: its name, old writers, the room on the disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.coordinator.engine import Engine
+from ckptfsm.coordinator.applier import Applier
 from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
 from ckptfsm.core.errors import NoRoom, SaveRefused, StepExistsError
 from ckptfsm.core.lifecycle import State
@@ -19,44 +19,46 @@ log = logging.getLogger("ckptfsm")
 TRASH_SLICE = 256  # entries of the trash that are deleted at a time
 
 
-def make_way(engine: Engine, storage: Storage, request: SaveRequest, *, proven: bool) -> None:
+def clear_name_and_space(
+    applier: Applier, storage: Storage, request: SaveRequest, *, proven: bool
+) -> None:
     """Clear the name of a save, and make room for it. Raises ``SaveRefused`` if that cannot be.
 
     ``proven``: this run wrote the newest tracked checkpoint, or verified its digests.
     """
-    failed = [c for c in engine.ledger.in_state(State.FAILED) if c.step == request.step]
+    failed = [c for c in applier.ledger.in_state(State.FAILED) if c.step == request.step]
     if any(request.in_place or c.in_place for c in failed):  # they write by the published name
         raise SaveRefused(
             f"a failed attempt at step {request.step} may still be written by its old writers",
             step=request.step,
         )
     if request.in_place:
-        _refuse_in_place(engine, storage, request)
+        _refuse_in_place(applier, storage, request)
     else:
-        _clear_the_name(engine, storage, request)
-    _make_room(engine, storage, request, proven)
+        _clear_the_name(applier, storage, request)
+    _make_room(applier, storage, request, proven)
 
 
-def _clear_the_name(engine: Engine, storage: Storage, request: SaveRequest) -> None:
+def _clear_the_name(applier: Applier, storage: Storage, request: SaveRequest) -> None:
     """Refuse a name with a complete checkpoint; move a partial directory to quarantine."""
-    name = engine.layout.published_name(request.step)
+    name = applier.layout.published_name(request.step)
     if lookup(storage, name) is None:
         return
-    there = inspect_published(storage, engine.layout, request.step)
+    there = inspect_published(storage, applier.layout, request.step)
     if there.found in ("manifest", "stock"):
         raise StepExistsError(
             f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
             step=request.step,
-            latest=engine.ledger.latest_step(),
+            latest=applier.ledger.latest_step(),
         )
-    aside = engine.mover.set_aside(name, f"{name}.{engine.mover.tag}")
+    aside = applier.mover.set_aside(name, f"{name}.{applier.mover.tag}")
     said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
     say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 
 
-def _refuse_in_place(engine: Engine, storage: Storage, request: SaveRequest) -> None:
+def _refuse_in_place(applier: Applier, storage: Storage, request: SaveRequest) -> None:
     """Refuse a save in place at the tracker's step, or over files of value."""
-    name, latest = engine.layout.published_name(request.step), engine.ledger.latest_step()
+    name, latest = applier.layout.published_name(request.step), applier.ledger.latest_step()
     # The tracker may name a withdrawn step: the disk did not let it be moved.
     if read_tracker(storage).step == request.step:
         raise StepExistsError(
@@ -66,7 +68,7 @@ def _refuse_in_place(engine: Engine, storage: Storage, request: SaveRequest) -> 
         )
     if lookup(storage, name) is None:
         return
-    there = inspect_published(storage, engine.layout, request.step)
+    there = inspect_published(storage, applier.layout, request.step)
     if there.found != "unexplained" or not is_bare(storage, name):
         raise StepExistsError(
             f"{name} holds files of an earlier save; move it away first",
@@ -75,23 +77,23 @@ def _refuse_in_place(engine: Engine, storage: Storage, request: SaveRequest) -> 
         )
 
 
-def _make_room(engine: Engine, storage: Storage, request: SaveRequest, proven: bool) -> None:
-    """Refuse a save that the disk cannot hold; first delete files that were given up."""
+def _make_room(applier: Applier, storage: Storage, request: SaveRequest, proven: bool) -> None:
+    """Refuse a save that the disk cannot hold; first delete discarded files."""
     names = [part.name for part in request.parts]
-    tracked = engine.ledger.in_state(State.TRACKED)
+    tracked = applier.ledger.in_state(State.TRACKED)
     same = [c.shard_bytes for c in tracked if [part.name for part in c.parts] == names]
     needed = predict_bytes(request.expected_bytes, same)
-    free, given_up = _free_bytes(engine, storage, needed), 0
+    free, to_prune = _free_bytes(applier, storage, needed), 0
     if free < needed:  # retention is asked only if need be
-        gone = {offer.of for offer in engine.given_up()}
-        given_up = sum(c.shard_bytes for c in tracked if c.id in gone)
-    space = Space(needed, free, given_up, proven)
+        gone = {offer.of for offer in applier.to_prune()}
+        to_prune = sum(c.shard_bytes for c in tracked if c.id in gone)
+    space = Space(needed, free, to_prune, proven)
     answer = decide_admission(space)
     if answer is Admission.PRUNE_FIRST:
         said = f"step {request.step}: {space.free} bytes are free, not {space.needed}: pruned first"
         say(log.warning, "pruned_for_room", said, step=request.step)
-        engine.retire()
-        space = replace(space, free=_free_bytes(engine, storage, needed), given_up=0)
+        applier.try_retention()
+        space = replace(space, free=_free_bytes(applier, storage, needed), to_prune=0)
         answer = decide_admission(space)
     if answer is Admission.REFUSE:
         raise NoRoom(
@@ -103,9 +105,9 @@ def _make_room(engine: Engine, storage: Storage, request: SaveRequest, proven: b
         )
 
 
-def _free_bytes(engine: Engine, storage: Storage, needed: int) -> int:
+def _free_bytes(applier: Applier, storage: Storage, needed: int) -> int:
     """The free bytes; if they are too few, the trash is emptied as far as needed."""
     free = storage.free_bytes()
-    while free < needed and engine.give_space_back(TRASH_SLICE):
+    while free < needed and applier.give_space_back(TRASH_SLICE):
         free = storage.free_bytes()
     return free

@@ -24,7 +24,7 @@ def admit(storage: Storage, identity: Identity, layout: Layout, source: str, ste
     ``StepExistsError`` if the name is taken, ``RootBusy`` if an owner lives.
     """
     name = layout.published_name(step)
-    judge(storage, layout, source, step)
+    require_loadable(storage, layout, source, step)
     above = newest_segment(storage) or newest_published_epoch(storage, layout)
     ownership = open_root(storage, identity, above=above)
     try:
@@ -41,7 +41,7 @@ def admit(storage: Storage, identity: Identity, layout: Layout, source: str, ste
         ownership.release()
 
 
-def judge(storage: Storage, layout: Layout, source: str, step: int) -> None:
+def require_loadable(storage: Storage, layout: Layout, source: str, step: int) -> None:
     """Raise ``DamagedRoot`` if a loader would refuse a directory, ``ConfigError`` for another step's."""
     there = inspect_published(storage, layout, step, at=source)
     if there.of is not None and there.of.step != step:
@@ -50,14 +50,15 @@ def judge(storage: Storage, layout: Layout, source: str, step: int) -> None:
         raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
 
 
-def judge_content(
+def require_intact(
     storage: Storage, layout: Layout, source: str, step: int, choose: Choose = everything
 ) -> None:
-    """As ``judge``. Also raises ``DamagedRoot`` if a file is not what the directory's manifest says.
+    """As ``require_loadable``. Also raises ``DamagedRoot`` if a file is not what the directory's
+    manifest says.
 
     Reads every file once; without a manifest no digest is known. ``choose`` is told of the files.
     """
-    judge(storage, layout, source, step)
+    require_loadable(storage, layout, source, step)
     verdict = verify_directory(storage, source, layout, step, choose)
     if not verdict.good:
         more = f", and {len(verdict.problems) - 1} more" if len(verdict.problems) > 1 else ""

@@ -1,8 +1,7 @@
 """The coordinator: it owns the journal, the tracker and all names of a root.
 
-Its methods are called in order on one thread (an executor), and may block on the disk. The engine
-handles the table, the journal and the commands; this module moves a checkpoint only by posting an
-event.
+Its methods are called in order on one thread (an executor), and may block on the disk. The applier
+handles the table, the journal and the commands; this module moves a checkpoint only by posting an event.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any, Literal
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
-from ckptfsm.coordinator.accepting import TRASH_SLICE, make_way
-from ckptfsm.coordinator.engine import Engine, NewsQueue
-from ckptfsm.coordinator.errands import carry_out
+from ckptfsm.coordinator.accepting import TRASH_SLICE, clear_name_and_space
+from ckptfsm.coordinator.applier import Applier, NewsQueue
 from ckptfsm.coordinator.opening import refuse_other_layout, refuse_unfinishable, take_root
+from ckptfsm.coordinator.operator_requests import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.documents import Asked, RollbackStarted, SegmentClosed
 from ckptfsm.core.errors import (
@@ -118,7 +117,7 @@ class Coordinator:
         self._finishers = finishers
         self._provenance = provenance
         self._ownership: RootOwnership | None = None
-        self._opened: Engine | None = None
+        self._opened: Applier | None = None
         self._requests = 0
         self._verified: AttemptId | None = None
         self._inbox: Inbox | None = None
@@ -128,7 +127,7 @@ class Coordinator:
         self._idle_at_last_tick = True
 
     @property
-    def _engine(self) -> Engine:
+    def _applier(self) -> Applier:
         if self._opened is None:
             raise StorageError("the coordinator is not open", file=self._storage.root)
         return self._opened
@@ -190,7 +189,7 @@ class Coordinator:
             options.visibility_timeout_s,
             self._layout,
         )
-        self._opened = Engine(
+        self._opened = Applier(
             self._storage,
             self._clock,
             ownership,
@@ -201,15 +200,15 @@ class Coordinator:
             records_policy=options.records_policy,
         )
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
-        self._engine.begin(replace(history, ledger=ledger), self._identity)
-        PlanRun(self._storage, self._clock, self._engine, options.resume).run(history, decided)
+        self._applier.open_journal(replace(history, ledger=ledger), self._identity)
+        PlanRun(self._storage, self._clock, self._applier, options.resume).run(history, decided)
         warnings = (*decided.warnings, *(f"{file} is lost: {_LOST}" for file in history.missing))
         for warning in warnings:
             said, root = f"recovery: {warning}", self._storage.root
             say(log.warning, "recovery_warning", said, root=root, what=warning)
         return RecoveryReport(
             ownership.epoch,
-            self._engine.ledger.latest_step(),
+            self._applier.ledger.latest_step(),
             decided.decisions,
             warnings,
             self._clock.monotonic() - began,
@@ -220,8 +219,8 @@ class Coordinator:
         try:
             if self._ownership is not None and self.fatal is None:
                 self._empty_trash()
-                run_seconds = self._engine.run_seconds()
-                self._engine.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
+                run_seconds = self._applier.run_seconds()
+                self._applier.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
         finally:
             self.abandon()
 
@@ -229,7 +228,7 @@ class Coordinator:
         """Use a few seconds to free space; the next run continues from there."""
         deadline = self._clock.monotonic() + _RETRY_S
         try:
-            while self._engine.give_space_back(TRASH_SLICE):
+            while self._applier.give_space_back(TRASH_SLICE):
                 if self._clock.monotonic() >= deadline:
                     return
         except OSError as error:
@@ -245,7 +244,7 @@ class Coordinator:
             ownership.release(as_found=True)
             return
         try:
-            self._opened.end()
+            self._opened.close_journal()
         finally:
             ownership.release()
 
@@ -254,7 +253,7 @@ class Coordinator:
     @property
     def ledger(self) -> Ledger:
         """The checkpoints as the coordinator knows them."""
-        return self._engine.ledger
+        return self._applier.ledger
 
     @property
     def epoch(self) -> int:
@@ -264,7 +263,7 @@ class Coordinator:
     @property
     def busy(self) -> bool:
         """True while a command waits to be retried."""
-        return bool(self._engine.pending)
+        return bool(self._applier.pending)
 
     def nothing(self) -> None:
         """Do nothing: a call is finished once all earlier calls are."""
@@ -272,7 +271,7 @@ class Coordinator:
     @property
     def blocked(self) -> dict[AttemptId, CkptFsmError]:
         """The unfinished attempts that wait for the disk, and why."""
-        return dict(self._engine.blocked)
+        return dict(self._applier.blocked)
 
     def wants_tick(self) -> bool:
         """True if ``tick`` would have something to do by now. Safe from another thread."""
@@ -283,7 +282,7 @@ class Coordinator:
     def request(self, request: SaveRequest) -> AttemptId:
         """Accept a save: journal it, make its directory. Raises ``SaveRefused`` or a fatal error."""
         with self._guarded("request"):
-            self._engine.check_epoch()
+            self._applier.check_epoch()
             of = AttemptId(request.step, self.epoch, self._next_attempt())
             event = SaveRequested(
                 of,
@@ -291,20 +290,20 @@ class Coordinator:
                 request.world_size,
                 request.in_place,
                 request.metrics,
-                self._engine.run_seconds(),
+                self._applier.run_seconds(),
             )
-            self._engine.ledger.refuse(event)
-            proven = self._is_proven(self._engine.ledger.latest())
-            make_way(self._engine, self._storage, request, proven=proven)
+            self._applier.ledger.refuse(event)
+            proven = self._is_proven(self._applier.ledger.latest())
+            clear_name_and_space(self._applier, self._storage, request, proven=proven)
             self._requests = of.attempt
             try:
-                self._engine.post(event)
+                self._applier.post(event)
             except OutcomeUnknown:
                 raise
             except StorageError as error:
                 raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
             except OSError as error:
-                self._give_up(Failed(of, "staging", describe(error)))
+                self._fail_unstarted(Failed(of, "staging", describe(error)))
                 raise SaveRefused(
                     f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
                     step=request.step,
@@ -313,7 +312,7 @@ class Coordinator:
 
     def _next_attempt(self) -> int:
         """A number that no attempt of this epoch has, adopted ones included."""
-        here = (of.attempt for of in self._engine.ledger.checkpoints if of.epoch == self.epoch)
+        here = (of.attempt for of in self._applier.ledger.checkpoints if of.epoch == self.epoch)
         return max(self._requests, max(here, default=0)) + 1
 
     def _is_proven(self, latest: Checkpoint | None) -> bool:
@@ -325,21 +324,21 @@ class Coordinator:
 
     def forget_request(self) -> None:
         """Fail a request that was accepted after the question for it had timed out."""
-        busy = self._engine.ledger.in_flight()
+        busy = self._applier.ledger.in_flight()
         if busy is not None and busy.state is State.REQUESTED:
             with self._guarded("forget_request"):
-                self._give_up(Failed(busy.id, "request_timed_out"))
+                self._fail_unstarted(Failed(busy.id, "request_timed_out"))
 
-    def _give_up(self, failed: Failed) -> None:
+    def _fail_unstarted(self, failed: Failed) -> None:
         """Fail an attempt that no rank was asked to write. If even that cannot be journaled, stop."""
         try:
-            self._engine.post(failed)
-            self._engine.post(WritersLost(failed.of))
+            self._applier.post(failed)
+            self._applier.post(WritersLost(failed.of))
         except StorageError as error:
             self.fatal = self.fatal or error
             raise
 
-    def leave(self, of: AttemptId, wait_s: float) -> State | None:
+    def complete_from_receipts(self, of: AttemptId, wait_s: float) -> State | None:
         """Complete the save in flight from its receipts on disk, before ``abandon``.
 
         The receipts are awaited for at most ``wait_s``, without asking the ranks. With all of them,
@@ -391,43 +390,45 @@ class Coordinator:
                 at = 0
                 while at < len(events):
                     with collection_paused():
-                        self._engine.ledger, taken = self._engine.ledger.absorb(events, at)
+                        self._applier.ledger, taken = self._applier.ledger.absorb(events, at)
                     at += taken
                     if at < len(events):
-                        self._engine.report(events[at])
+                        self._applier.report(events[at])
                         at += 1
         except StorageError as error:  # the journal has no room even for a failure: stop
             self.fatal = self.fatal or error
             raise
 
     def tick(self) -> None:
-        """Retry pending commands, expire readers' leases, delete a slice of the trash, serve people."""
+        """Retry pending commands, expire readers' leases, delete a slice of the trash, serve
+        operator requests.
+        """
         with self._guarded("tick"):
-            self._engine.check_epoch()
+            self._applier.check_epoch()
             self._tick_at = self._clock.monotonic() + _RETRY_S
             try:
-                if self._engine.pending:  # each try at the tracker may leave a temporary file
+                if self._applier.pending:  # each try at the tracker may leave a temporary file
                     sweep_temporaries(self._storage, ("",))
             except OSError as error:
                 _put_off(error)
-            self._engine.retry_pending()
-            if self._engine.retire_due:
-                self._engine.retire()
+            self._applier.retry_pending()
+            if self._applier.retention_due:
+                self._applier.try_retention()
             removed = 0
-            idle = self._engine.ledger.in_flight() is None
+            idle = self._applier.ledger.in_flight() is None
             # While a save is being written, nothing is deleted; but a job may always be saving.
-            if idle or self._engine.pending or not self._idle_at_last_tick:
+            if idle or self._applier.pending or not self._idle_at_last_tick:
                 try:
                     if self._ownership is not None:
                         self._ownership.claim_lock()
                         self._keep_young(self._ownership)
                     self._readers.expire()
-                    removed = self._engine.give_space_back(TRASH_SLICE)
+                    removed = self._applier.give_space_back(TRASH_SLICE)
                 except OSError as error:
                     _put_off(error)
             self._idle_at_last_tick = idle
             self._tick_at = self._clock.monotonic() + (0.0 if removed else _RETRY_S)
-        self._serve_inbox()
+        self._carry_out_requests()
 
     def _keep_young(self, ownership: RootOwnership) -> None:
         """Once a day, and an hour after the opening: a chain of jobs has old files too."""
@@ -449,62 +450,62 @@ class Coordinator:
             why = describe(error)
             say(log.warning, "retry_put_off", f"the disk is no better: {why}", error=why)
 
-    # ------------------------------------------------------------------------- requests of people
+    # ------------------------------------------------------------------------- operator requests
 
     def pin(self, step: int, reason: str) -> None:
         """Keep ``step`` from retention until ``unpin``. Raises ``StepNotFoundError``."""
         with self._guarded("pin"):
-            self._engine.tracked(step)
-            self._engine.pin(step, reason)
-            self._engine.tracked(step)
+            self._applier.tracked(step)
+            self._applier.pin(step, reason)
+            self._applier.tracked(step)
 
     def unpin(self, step: int) -> None:
         """Release a pin. Retention decides anew, unless it waits: see ``retention_waits``."""
         with self._guarded("unpin"):
-            self._engine.check_epoch()
+            self._applier.check_epoch()
             remove_marker(self._storage, pin_name(step))
             if self.retention_waits():
-                self._engine.reread_protection()
+                self._applier.reread_protection()
             else:
-                self._engine.retire()
+                self._applier.apply_retention()
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a tracked checkpoint, durably. See ``retention_waits``."""
         figures = check_metrics(metrics)  # a user's values: what they raise does not stop this one
         with self._guarded("record_metrics"):
-            checkpoint = self._engine.tracked(step)
-            self._engine.check_epoch()
-            self._engine.record_metrics(checkpoint, figures)
+            checkpoint = self._applier.tracked(step)
+            self._applier.check_epoch()
+            self._applier.record_metrics(checkpoint, figures)
             if not self.retention_waits():
-                self._engine.retire()
+                self._applier.try_retention()
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a tracked checkpoint: those of its save, and those that came later."""
         with self._guarded("metrics"):
-            return dict(self._engine.tracked(step).metrics)
+            return dict(self._applier.tracked(step).metrics)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step that ``BestN(metric, 1, mode)`` keeps; None if no step has the metric."""
         with self._guarded("best_step"):
-            best = BestN(metric, 1, mode).preserve(describe_tracked(self._engine.ledger))
+            best = BestN(metric, 1, mode).preserve(describe_tracked(self._applier.ledger))
             return next(iter(best), None)
 
     def read_here(self) -> frozenset[int]:
         """The steps that this job reads now, each under a lease."""
         return self._readers.steps
 
-    def given_up(self) -> list[int]:
+    def steps_to_prune(self) -> list[int]:
         """The steps that no policy, pin or reader keeps: the next pruning takes them."""
-        with self._guarded("given_up"):
-            return [offer.of.step for offer in self._engine.given_up()]
+        with self._guarded("steps_to_prune"):
+            return [offer.of.step for offer in self._applier.to_prune()]
 
-    def retire(self) -> None:
+    def apply_retention(self) -> None:
         """Apply retention now. Raises ``SaveRefused`` if it waits: see ``retention_waits``."""
-        with self._guarded("retire"):
-            self._engine.check_epoch()
+        with self._guarded("apply_retention"):
+            self._applier.check_epoch()
             if why := self.retention_waits():
-                raise SaveRefused(why, step=self._engine.ledger.latest_step())
-            self._engine.retire()
+                raise SaveRefused(why, step=self._applier.ledger.latest_step())
+            self._applier.apply_retention()
 
     def retention_waits(self) -> str:
         """The reason why retention waits for the next save, in words; "" if it decides at once.
@@ -515,7 +516,7 @@ class Coordinator:
         return f"retention waits for the next save, because {unproven}" if unproven else ""
 
     def _unproven(self) -> str:
-        latest = self._engine.ledger.latest()
+        latest = self._applier.ledger.latest()
         if latest is None or self._is_proven(latest):
             return ""
         return f"this run has neither written nor verified the latest, step {latest.step}"
@@ -523,18 +524,19 @@ class Coordinator:
     def kept_by(self, step: int) -> tuple[str, ...]:
         """The reasons that forbid ``delete``. Raises ``StepNotFoundError``."""
         with self._guarded("kept_by"):
-            self._engine.reread_protection()
-            return self._engine.ledger.superseded(self._engine.tracked(step), ()).kept_by
+            self._applier.reread_protection()
+            return self._applier.ledger.superseded(self._applier.tracked(step), ()).kept_by
 
-    def drop(self, name: str) -> None:
+    def discard_quarantined(self, name: str) -> None:
         """Delete a directory in quarantine. Raises ``ConfigError`` for a name that is not there."""
-        with self._guarded("drop"):
+        with self._guarded("discard_quarantined"):
             if name not in list_names(self._storage, QUARANTINE):
                 raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")
-            self._engine.mover.set_aside(f"{QUARANTINE}/{name}", name, give_up=True)
+            self._applier.mover.set_aside(f"{QUARANTINE}/{name}", name, discard=True)
 
-    def look_into_inbox(self) -> None:
-        """Serve people between two ticks, unless this job reads a checkpoint: that must stay in place.
+    def serve_requests(self) -> None:
+        """Serve operator requests between two ticks, unless this job reads a checkpoint: that must
+        stay in place.
 
         Raises nothing: a fatal error is told with the next exchange. After another error, waits for
         ``_RETRY_S``.
@@ -545,15 +547,15 @@ class Coordinator:
         try:
             if list_names(self._storage, INBOX):
                 with self._guarded("inbox"):
-                    self._engine.check_epoch()
-                self._serve_inbox()
+                    self._applier.check_epoch()
+                self._carry_out_requests()
         except (CkptFsmError, OSError) as error:
             if self.fatal is None:
                 self._inbox_at = self._clock.monotonic() + _RETRY_S
                 _put_off(error)
 
-    def _serve_inbox(self) -> None:
-        """Carry out the requests of people, and answer each. A fatal error ends this."""
+    def _carry_out_requests(self) -> None:
+        """Carry out the operator requests, and answer each. A fatal error ends this."""
         if self._inbox is None:
             return
         requests = self._inbox.requests()
@@ -574,9 +576,9 @@ class Coordinator:
         See also ``retention_waits``.
         """
         with self._guarded("delete"):
-            self._engine.reread_protection()
-            checkpoint = self._engine.tracked(step)
-            offer = self._engine.ledger.superseded(checkpoint, ())
+            self._applier.reread_protection()
+            checkpoint = self._applier.tracked(step)
+            offer = self._applier.ledger.superseded(checkpoint, ())
             if offer.kept_by or offer.newer_step is None:
                 raise SaveRefused(
                     f"step {step} is kept by: {', '.join(offer.kept_by)}",
@@ -585,23 +587,23 @@ class Coordinator:
                 )
             if unproven := self._unproven():
                 raise SaveRefused(f"step {step} is not deleted, because {unproven}", step=step)
-            self._engine.post(offer)
-            if self._engine.ledger.at(step) is not None:
+            self._applier.post(offer)
+            if self._applier.ledger.at(step) is not None:
                 raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)
 
     def rollback(self, step: int) -> None:
         """Make ``step`` the latest again; later steps go to quarantine. Journaled intent first."""
         with self._guarded("rollback"):
-            busy = self._engine.ledger.in_flight()
+            busy = self._applier.ledger.in_flight()
             if busy is not None:
                 raise SaveRefused(
                     f"step {busy.step} is in flight; wait for it before going back", step=step
                 )
-            self._refuse_broken_target(self._engine.tracked(step))
-            self._engine.check_epoch()
-            self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
+            self._refuse_broken_target(self._applier.tracked(step))
+            self._applier.check_epoch()
+            self._applier.append(RollbackStarted(to_step=step, at=self._clock.wall()))
             try:
-                roll_back(self._engine, step, self._clock.wall())
+                roll_back(self._applier, step, self._clock.wall())
             except OSError as error:
                 raise OutcomeUnknown(
                     f"the rollback to step {step} is not finished, a restart goes on with it: {error}",
@@ -627,18 +629,18 @@ class Coordinator:
         Raises ``StepNotFoundError`` if ``step`` is given and not tracked.
         """
         with self._guarded("locate"):
-            latest = self._engine.ledger.latest()
+            latest = self._applier.ledger.latest()
             if step is None and latest is None:
                 named = read_tracker(self._storage).found == "release"
                 released = named and lookup(self._storage, "release") is not None
                 return Located(0, "release", "", (), ()) if released else None
-            checkpoint = self._engine.tracked(step) if step is not None else latest
+            checkpoint = self._applier.tracked(step) if step is not None else latest
             assert checkpoint is not None
-            self._engine.check_epoch()
-            tag = self._engine.publisher.tag
+            self._applier.check_epoch()
+            tag = self._applier.publisher.tag
             lease = self._readers.take(checkpoint.step, tag, self._identity.nonce)
             try:
-                self._engine.reread_protection()
+                self._applier.reread_protection()
                 return self._look_at(checkpoint, lease)
             except BaseException:
                 self.release(lease)
@@ -671,17 +673,17 @@ class Coordinator:
         """Give a reader's lease back. ``verified``: its step, if all digests were compared under it."""
         if not lease:
             return
-        whole = self._engine.ledger.at(verified) if verified is not None else None
+        whole = self._applier.ledger.at(verified) if verified is not None else None
         if whole is not None:  # else rolled back meanwhile
             self._verified = whole.id
         self._readers.give_back(lease)
         try:
-            self._engine.reread_protection()
+            self._applier.reread_protection()
         except OSError as error:  # the protected step is kept until the next look
             said = f"the leases of readers could not be read: {describe(error)}"
             say(log.warning, "leases_not_read", said, file=lease, error=describe(error))
 
-    def disown(self, late: Pending[Any]) -> None:
+    def release_late(self, late: Pending[Any]) -> None:
         """Give back the lease that ``late`` took, a question that timed out: nobody else knows it."""
         if late.exception() is None and isinstance(found := late.result(), Located):
             self.release(found.lease)
@@ -689,8 +691,8 @@ class Coordinator:
     def withdraw_damaged(self, step: int, detail: str) -> None:
         """Take a damaged checkpoint out of service. Raises ``DamagedRoot`` if none would be left."""
         with self._guarded("withdraw_damaged"):
-            checkpoint = self._engine.tracked(step)
-            others = [c for c in self._engine.ledger.in_state(State.TRACKED) if c.step != step]
+            checkpoint = self._applier.tracked(step)
+            others = [c for c in self._applier.ledger.in_state(State.TRACKED) if c.step != step]
             if not others or self._options.resume == "strict":
                 raise DamagedRoot(
                     f"step {step} is damaged ({detail}) and "
@@ -698,7 +700,7 @@ class Coordinator:
                     step=step,
                     file=self._layout.published_name(step),
                 )
-            self._engine.withdraw(checkpoint, detail)
+            self._applier.withdraw(checkpoint, detail)
 
     @contextmanager
     def _guarded(self, call: str) -> Iterator[None]:
@@ -710,7 +712,7 @@ class Coordinator:
             raise self.fatal
         if self._ownership is None:
             raise StorageError("the coordinator is not open", file=self._storage.root)
-        before = self._engine.moves
+        before = self._applier.moves
         try:
             yield
         except (Fenced, IllegalTransition) as error:
@@ -718,7 +720,7 @@ class Coordinator:
             raise
         except (CkptFsmError, OSError) as error:
             try:
-                self._engine.raise_if_fenced(error)
+                self._applier.raise_if_fenced(error)
             except Fenced as fenced:
                 self.fatal = fenced
                 raise
@@ -734,7 +736,7 @@ class Coordinator:
             self.fatal = OutcomeUnknown(f"interrupted: {describe(error)}")
             raise
         finally:
-            if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
+            if self._applier.moves != before and not self._applier.ledger.in_state(*UNFINISHED):
                 self.news.append(NothingInFlight())
 
 

@@ -17,20 +17,22 @@ class Admission(Enum):
     """The decision about a save that is to begin."""
 
     ADMIT = "the disk can hold it"
-    PRUNE_FIRST = "the disk can hold it once the checkpoints that retention gave up are gone"
+    PRUNE_FIRST = (
+        "the disk can hold it once the checkpoints that retention no longer keeps are gone"
+    )
     REFUSE = "the disk cannot hold it"
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The facts that decide, in bytes. ``given_up``: of the tracked checkpoints that nothing keeps.
+    """The facts that decide, in bytes. ``to_prune``: of the tracked checkpoints that nothing keeps.
 
     ``proven``: this run wrote the newest tracked one, or verified its digests.
     """
 
     needed: int
     free: int
-    given_up: int
+    to_prune: int
     proven: bool
 
 
@@ -47,5 +49,5 @@ def decide_admission(space: Space) -> Admission:
     """Decide whether a save may begin."""
     if space.free >= space.needed:
         return Admission.ADMIT
-    enough = space.given_up > 0 and space.free + space.given_up >= space.needed
+    enough = space.to_prune > 0 and space.free + space.to_prune >= space.needed
     return Admission.PRUNE_FIRST if enough and space.proven else Admission.REFUSE

@@ -273,7 +273,7 @@ class CheckpointConfig(BaseModel):
             if name not in signal.Signals.__members__:
                 raise ConfigError(f"{name!r} is not the name of a signal, such as 'SIGTERM'")
             if name in ("SIGKILL", "SIGSTOP"):
-                raise ConfigError(f"no process hears {name}: name another signal")
+                raise ConfigError(f"no process can catch {name}: name another signal")
         return names
 
     @field_validator("on_tracked")

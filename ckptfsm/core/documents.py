@@ -134,7 +134,7 @@ class Manifest(OfAttempt):
     """The commit record inside a published directory: a directory that carries it is complete.
 
     ``files`` lists all other files of the directory, receipts included. ``provenance`` names the
-    library versions that wrote the directory, for people. ``dropped`` are the optional parts that
+    library versions that wrote the directory, for display. ``dropped`` are the optional parts that
     were left out, and why.
     """
 
@@ -177,20 +177,20 @@ class Pin(Document):
     nonce: str = ""
 
 
-Errand = Literal["pin", "unpin", "prune", "prune_step", "rollback", "drop", "record_metrics"]
+RequestKind = Literal["pin", "unpin", "prune", "prune_step", "rollback", "drop", "record_metrics"]
 
 
 class Asked(Document):
     """A request of a person to the owner that has ``epoch``; the next owner does not carry it out.
 
-    ``by`` names the person's process, for people. ``dry``: only tell what would be done. ``name``: a
+    ``by`` names the person's process, for display. ``dry``: only tell what would be done. ``name``: a
     name in quarantine.
     """
 
     schema_version: Literal[1] = 1
     nonce: str
     epoch: Number
-    errand: Errand
+    errand: RequestKind
     step: Step | None = None
     reason: Annotated[str, StringConstraints(max_length=1000)] = ""
     name: FileName | None = None
@@ -224,7 +224,7 @@ JobName = Annotated[str, StringConstraints(pattern=f"^{JOB_NAME}$")]
 class JobRecord(OfAttempt):
     """A job of ``on_tracked`` for one checkpoint. ``begun``: the number of attempts that began.
 
-    ``reason``: the last error, or why the job was missed. ``at`` is for people.
+    ``reason``: the last error, or why the job was missed. ``at`` is for display.
     """
 
     schema_version: Literal[1] = 1
@@ -269,7 +269,7 @@ class SegmentOpened(Document):
     """First record of a segment: the process, the sealed older segments, and the ledger at that
     time.
 
-    ``retention`` is for people, see ``retention.record_of``. Nothing is decided by it.
+    ``retention`` is for display, see ``retention.record_of``. Nothing is decided by it.
     """
 
     type: Literal["segment_opened"] = "segment_opened"
@@ -292,7 +292,7 @@ class SegmentOpened(Document):
 class TransitionRecord(OfAttempt):
     """A transition, as journaled and as hooks receive it.
 
-    ``at`` is for people, never for decisions.
+    ``at`` is for display, never for decisions.
 
     ``created`` is filled by the events that begin a checkpoint, ``rank`` by the failure of one
     rank. ``manifest_crc`` is the checksum that the manifest begins with, from ``finalized`` on.

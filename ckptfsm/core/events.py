@@ -127,7 +127,7 @@ class Removed(Event):
 class Failed(Event):
     """The attempt cannot become a checkpoint.
 
-    ``reason`` is a stable word, ``detail`` is for people, ``rank`` is the rank that failed, if any.
+    ``reason`` is a stable word, ``detail`` is for display, ``rank`` is the rank that failed, if any.
     """
 
     name: ClassVar[str] = "failed"

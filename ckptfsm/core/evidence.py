@@ -155,7 +155,7 @@ def went_on(checkpoint: Checkpoint, tracker: TrackerEvidence) -> bool:
 
 
 def why_not_whole(checkpoint: Checkpoint, there: PublishedEvidence | None) -> str:
-    """The reason, for people, why a checkpoint is not whole."""
+    """The reason in words why a checkpoint is not whole."""
     if there is None:
         return "its directory is missing"
     if there.found == "stock":

@@ -1,4 +1,4 @@
-"""Explains a checkpoint to people: why it is kept, and when it may go. Pure."""
+"""Explains a checkpoint: why it is kept, and when it may go. Pure."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ def explain_plan(decided: Plan, intent: Intent, *, release: bool = False) -> lis
             f"- {decision.subject}{last}: {decision.result}, because: {decision.why}{rule}"
         )
     lines += [f"It would warn: {warning}" for warning in decided.warnings]
-    if decided.last_hope is not None:
-        lines.append(f"If {decided.last_hope} cannot be completed, the start would be refused.")
+    if decided.only_resumable is not None:
+        lines.append(
+            f"If {decided.only_resumable} cannot be completed, the start would be refused."
+        )
     if step is not None:
         lines.append(_NOT_READ)
     return [*lines, "Nothing was changed."]

@@ -85,8 +85,8 @@ FOREIGN = Format(
 )
 FILE = Format("file", by_one=True, inside=True)
 TREE = Format("tree", by_path=True, by_one=True)
-REPORT = Format("report", grouped=True, shards=_SHARDS, common=_COMMON)
-FORMATS = MappingProxyType({each.name: each for each in (TORCH_DIST, FOREIGN, FILE, TREE, REPORT)})
+GROUP = Format("report", grouped=True, shards=_SHARDS, common=_COMMON)
+FORMATS = MappingProxyType({each.name: each for each in (TORCH_DIST, FOREIGN, FILE, TREE, GROUP)})
 
 
 def format_of(name: str) -> Format | None:

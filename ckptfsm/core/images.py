@@ -34,12 +34,13 @@ class Literal(_Known):
 class Memory(Sent):
     """``size`` bytes of the trainer at ``address``: the data of one tensor.
 
-    ``lent``: the trainer can change them, as they are no copy. ``early``: as soon as ``save`` returns.
+    ``mutable``: the trainer can change them, as they are no copy. ``early``: as soon as ``save``
+    returns.
     """
 
     address: int
     size: int
-    lent: bool = True
+    mutable: bool = True
     early: bool = False
 
 
@@ -161,7 +162,7 @@ class ChunkSource(Protocol):
     def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
         """The next chunk of ``image``; waits for it. Raises the error of the read."""
 
-    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
+    def cancel(self, images: Sequence[Image], error: BaseException) -> None:
         """Keep no more chunks of these images, and raise ``error`` where one is awaited."""
 
 

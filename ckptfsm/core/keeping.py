@@ -108,7 +108,7 @@ def _kept_wherever_it_lies(facts: PruneFacts) -> PruneDecision | None:
 
 
 def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:
-    """The reason that the journal records, and people read; "" for ``MOVE``."""
+    """The reason that the journal records; "" for ``MOVE``."""
     return decision.value.format(newer_step=facts.newer_step, tracker_step=facts.holds.tracker_step)
 
 
@@ -142,7 +142,7 @@ class CleanUpDecision(Enum):
     QUARANTINE_PUBLISHED = "it stands at its published name after all, and may be complete"
     LEAVE_TO_OTHERS = "in place, another attempt or another trainer has its name"
     NOTHING_LEFT = "its directory is not there: an earlier try has moved it"
-    GIVE_UP = "it lies in staging, where no other program writes: it may be deleted"
+    DISCARD = "it lies in staging, where no other program writes: it may be deleted"
     LOOK_INSIDE = "it was written in place: its contents decide"
 
 
@@ -150,7 +150,7 @@ class InPlaceDecision(Enum):
     """The decision about a directory in place that no other attempt or trainer uses."""
 
     LEAVE = "it is bare and unmarked: the trainer that made it anew has only begun"
-    GIVE_UP = "this attempt began there, alone, and was cut short: it may be deleted"
+    DISCARD = "this attempt began there, alone, and was cut short: it may be deleted"
     QUARANTINE = "it may be of value"
 
 
@@ -194,7 +194,7 @@ def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
 
 
 def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
-    """Decide about a failed attempt's directory. A published directory is never given up (I1)."""
+    """Decide about a failed attempt's directory. A published directory is never discarded (I1)."""
     if facts.in_place and facts.at_name is AtName.NOT_OURS:
         return CleanUpDecision.LEAVE_NOT_OURS
     # A torn manifest names no attempt: only the missing staging directory shows that this is its
@@ -208,7 +208,7 @@ def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
         return CleanUpDecision.LEAVE_TO_OTHERS
     if not facts.working_dir:
         return CleanUpDecision.NOTHING_LEFT
-    return CleanUpDecision.LOOK_INSIDE if facts.in_place else CleanUpDecision.GIVE_UP
+    return CleanUpDecision.LOOK_INSIDE if facts.in_place else CleanUpDecision.DISCARD
 
 
 def decide_in_place(facts: InPlaceFacts) -> InPlaceDecision:
@@ -217,7 +217,7 @@ def decide_in_place(facts: InPlaceFacts) -> InPlaceDecision:
         return InPlaceDecision.LEAVE
     begun_here = facts.alone and facts.marked and facts.at_name is AtName.UNFINISHED
     if begun_here and facts.contents is not Contents.MORE:
-        return InPlaceDecision.GIVE_UP
+        return InPlaceDecision.DISCARD
     return InPlaceDecision.QUARANTINE
 
 

@@ -26,7 +26,7 @@ JOURNAL = f"{PRIVATE}/journal"
 STAGING = f"{PRIVATE}/staging"
 PINS = f"{PRIVATE}/pins"
 READERS = f"{PRIVATE}/readers"
-INBOX = f"{PRIVATE}/inbox"  # requests of people to the owner; made with the first one
+INBOX = f"{PRIVATE}/inbox"  # operator requests to the owner; made with the first one
 ANSWERS = f"{PRIVATE}/answers"
 JOBS = f"{PRIVATE}/jobs"  # states of the jobs of on_tracked; made with the first one
 TRASH = f"{PRIVATE}/trash"
@@ -127,8 +127,8 @@ def left_out_name(of: AttemptId) -> str:
     return f"part-{of}"
 
 
-def is_given_up(name: str) -> bool:
-    """True for a trash name that may be deleted: files given up, and parts that were left out."""
+def is_deletable(name: str) -> bool:
+    """True for a trash name that may be deleted: discarded files, and parts that were left out."""
     return name.startswith((GONE, "part-"))
 
 

@@ -57,7 +57,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A report that does not count, and why (I5). ``wrong_world_size`` condemns the attempt.
+    """A report that does not count, and why (I5). ``wrong_world_size`` fails the attempt.
 
     ``late``: its attempt has gone on. Each report comes twice, by an agent and by a round.
     """
@@ -112,7 +112,7 @@ class Ledger:
         latest = self.latest()
         return self._offer(checkpoint, latest.step if latest is not None else -1, preserved)
 
-    def prunable(self, preserved: Collection[int]) -> list[Superseded]:
+    def to_prune(self, preserved: Collection[int]) -> list[Superseded]:
         """The pruning events of all tracked checkpoints that nothing keeps, oldest first."""
         offers = self.offers(preserved)
         return [offer for offer in offers if offer.newer_step is not None and not offer.kept_by]

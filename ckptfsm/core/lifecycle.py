@@ -116,7 +116,7 @@ class Checkpoint:
 
     @property
     def why(self) -> str:
-        """The reason of a failure or a withdrawal, with its detail, for people."""
+        """The reason of a failure or a withdrawal, with its detail, for display."""
         return self.reason + (f" ({self.detail})" if self.detail else "")
 
     @property

@@ -150,7 +150,7 @@ class Storage(Protocol):
 
 
 class Clock(Protocol):
-    """Clock that is passed in. No decision may use ``wall``: it is for people to read."""
+    """Clock that is passed in. No decision may use ``wall``: it is for display."""
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary origin; never goes back."""
@@ -292,7 +292,7 @@ class PartJob:
         return None
 
     @property
-    def shares(self) -> tuple[PartJob, ...]:
+    def part_jobs(self) -> tuple[PartJob, ...]:
         """The shares that it consists of, in writing order."""
         return (self,)
 
@@ -327,13 +327,13 @@ class RankJob:
         return all(part.files is not None for part in self.parts)
 
     @property
-    def shares(self) -> tuple[PartJob, ...]:
+    def part_jobs(self) -> tuple[PartJob, ...]:
         """The shares of all parts in writing order."""
-        return tuple(share for part in self.parts for share in part.shares)
+        return tuple(part_job for part in self.parts for part_job in part.part_jobs)
 
     @property
     def images(self) -> tuple[Image, ...]:
-        return tuple(image for share in self.shares for image in share.images)
+        return tuple(image for part_job in self.part_jobs for image in part_job.images)
 
     @property
     def memory(self) -> Iterator[Memory]:
@@ -342,14 +342,14 @@ class RankJob:
             yield from (piece for piece in image.pieces if isinstance(piece, Memory))
 
     @property
-    def lent(self) -> bool:
+    def mutable(self) -> bool:
         """True if the trainer can change memory that the images name."""
-        return any(memory.lent for memory in self.memory)
+        return any(memory.mutable for memory in self.memory)
 
     @property
     def copying(self) -> Copying | None:
         """The copies that the writer waits for: one object for all parts of a save."""
-        return next((s.copying for s in self.shares if s.copying is not None), None)
+        return next((s.copying for s in self.part_jobs if s.copying is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +378,7 @@ class Outcome:
         return self.exitcode == 0 and self.complete and self.error is None
 
     def explain(self) -> str:
-        """A line for people: the child's error message, or else its exit status."""
+        """A line to print: the child's error message, or else its exit status."""
         if self.error is not None:
             first = f" (first system error: {self.error.os_error})" if self.error.os_error else ""
             return f"{self.error.text}{first}"
@@ -424,7 +424,7 @@ class WriterProcess(Protocol):
         """Kill the process and everything it started. True once it is certainly gone."""
 
     def whereabouts(self) -> str:
-        """Where the process hangs, for people; "" if that cannot be told."""
+        """Where the process hangs, for display; "" if that cannot be told."""
 
     def written_bytes(self) -> int:
         """Bytes of shards that it gave to the disk so far; 0 if that cannot be told. Never waits."""
@@ -433,12 +433,12 @@ class WriterProcess(Protocol):
 Launch = Callable[[Storage, RankJob], WriterProcess]
 """Starts a rank's writer. The data may change once the writer ``holds_copy``.
 
-Raises ``NotGone`` if the launch is broken off while a process has the job, and cannot be ended in time.
-After any other error no process has it.
+Raises ``LaunchInterrupted`` if the launch is broken off while a process has the job, and cannot be
+ended in time. After any other error no process has it.
 """
 
 
-class NotGone(Exception):
+class LaunchInterrupted(Exception):
     """A launch was broken off by ``reason``, and ``process`` may still write.
 
     Kill it until it is gone.

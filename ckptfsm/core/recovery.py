@@ -58,9 +58,9 @@ Resume = Literal["strict", "fallback", "fresh"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions in the order to carry them out. ``warnings`` are for people.
+    """The decisions in the order to carry them out. ``warnings`` are for display.
 
-    ``reasons`` speak against beginning from scratch. ``last_hope`` is an attempt to roll forward,
+    ``reasons`` speak against beginning from scratch. ``only_resumable`` is an attempt to roll forward,
     if nothing else is left to resume from. The tracker is moved to ``fallback`` before anything is
     withdrawn. ``survivors`` are the steps that are tracked then, before an interrupted rollback is
     completed.
@@ -69,7 +69,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
-    last_hope: AttemptId | None = None
+    only_resumable: AttemptId | None = None
     fallback: int | None = None
     survivors: frozenset[int] = frozenset()
 
@@ -317,8 +317,8 @@ def _fallback(
     adoption of the directory at the same name. A death in between leaves the journal with an older
     checkpoint, and no opening resumes unasked from a newer one.
 
-    While a rollback is unfinished, the tracker moves only if it names what leaves, and only to a step
-    not above the target: the next opening would take a higher one for another trainer's.
+    While a rollback is unfinished, the tracker moves only if it names what leaves. It never goes above
+    the target: the next opening would take a higher step for another trainer's.
     """
     actions, named = actions_of(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}

@@ -189,7 +189,7 @@ def is_complete(facts: Facts) -> bool:
     return facts.there is not None and facts.there.found in ("manifest", "stock")
 
 
-# ------------------------------------------------------------------------- explanations for people
+# ------------------------------------------------------------------------- explanations
 
 
 def _of_staging(facts: Facts) -> str:
@@ -227,7 +227,7 @@ class Rule:
     """A rule: if a checkpoint is in one of ``states`` and ``when`` holds, the ``result``, by
     ``actions``.
 
-    ``why`` explains the result to people, in words or by a function that makes them. If ``found``
+    ``why`` explains the result in words or by a function that makes them. If ``found``
     is set, reports show it instead of the finding at the published name.
     """
 

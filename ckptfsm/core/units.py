@@ -1,4 +1,4 @@
-"""Amounts for people."""
+"""Amounts as text."""
 
 
 def bytes_text(count: float) -> str:

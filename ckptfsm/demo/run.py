@@ -106,11 +106,11 @@ def _fresh_root(options: DemoOptions) -> Path:
 def _remove(root: Path) -> None:
     """Remove an earlier demo's root. Raises ``RootBusy`` if a job lives on it."""
     with opened_storage(root) as storage:
-        lease = open_root(storage, this_process())
+        ownership = open_root(storage, this_process())
         try:
             shutil.rmtree(root)
         finally:
-            lease.drop()
+            ownership.release_lock_only()
 
 
 def _train_and_crash(options: DemoOptions, root: Path, scratch: Path) -> None:

@@ -34,7 +34,8 @@ from ckptfsm.disk.stock import MAX_METADATA_BYTES
 
 @dataclass(slots=True)
 class Assembly:
-    """Puts one attempt together. Call ``shares``, ``listed``, ``finish`` for each part, ``manifest``.
+    """Puts one attempt together. Call ``read_receipts``, ``listed``, ``finish`` for each part,
+    ``manifest``.
 
     - ``tag`` names our temporary files.
     - ``dropped``: the optional parts that some rank left out, with the reason.
@@ -54,7 +55,7 @@ class Assembly:
     dropped: Mapping[str, str] = field(default_factory=dict)
     files: list[FileEntry] = field(default_factory=list)
 
-    def shares(self) -> None:
+    def read_receipts(self) -> None:
         """Read all receipts of the attempt, and look at their files.
 
         Names are looked up again until a deadline: network file systems show them late (F9).

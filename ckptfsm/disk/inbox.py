@@ -1,4 +1,4 @@
-"""Requests of people to the owner of a root, and its answers: small files, each put whole.
+"""Operator requests to the owner of a root, and its answers: small files, each put whole.
 
 A person's process puts ``inbox/<nonce>.json`` and waits for ``answers/<nonce>.json``. The owner takes
 the requests at its tick, carries each out by the methods that its trainer uses, and answers.

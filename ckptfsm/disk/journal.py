@@ -124,10 +124,10 @@ class History:
     - ``lost``: the attempts that were withdrawn as damaged or missing. Empty if a checkpoint is
       tracked or a fresh start was begun.
     - ``known``: all attempts that the newest segment names.
-    - ``since``: the time when an attempt entered its state, as journaled. For people. Empty for an
+    - ``since``: the time when an attempt entered its state, as journaled. For display. Empty for an
       attempt that has not moved since the snapshot of the newest segment.
     - ``retention``: the record of the newest owner's policy; empty if there is none.
-    - ``failed``: the saves of the newest run that failed since it tracked one, in words. For people.
+    - ``failed``: the saves of the newest run that failed since it tracked one, in words. For display.
       Those that a start gave up for a dead run are not among them.
     - ``missing``: the files of sealed segments that are gone. Nothing that decides is in them.
     """
@@ -146,7 +146,7 @@ class History:
     failed: tuple[str, ...] = ()
 
     @property
-    def given_up(self) -> frozenset[AttemptId]:
+    def discarded(self) -> frozenset[AttemptId]:
         """The attempts in the newest segment that were pruned, or failed and were cleaned up."""
         return self.known - self.ledger.checkpoints.keys()
 
@@ -473,7 +473,7 @@ class JournalWriter:
             self._storage.fsync(self._handle)
             self._storage.fsync_dir(JOURNAL)
         except OSError:
-            self._give_up()
+            self._stop_writing()
             raise
 
     def append(self, record: Record, *, essential: bool = False) -> None:
@@ -497,7 +497,7 @@ class JournalWriter:
         try:
             self._storage.fsync(self._handle)
         except OSError as error:
-            self._give_up()  # the content on disk is unknown: never write to this segment again
+            self._stop_writing()  # the content on disk is unknown: never write to this segment again
             raise OutcomeUnknown(
                 f"the journal could not be made durable: {error}", file=self.file
             ) from error
@@ -521,6 +521,6 @@ class JournalWriter:
         write_all(self._storage, self._handle, line, self._end)
         self._end += len(line)
 
-    def _give_up(self) -> None:
+    def _stop_writing(self) -> None:
         with contextlib.suppress(OSError):  # the failure that leads here is reported already
             self.close()

@@ -1,7 +1,7 @@
 """A root as a reader sees it: the journal, the tracker, pins, leases, jobs. Changes nothing.
 
 A living owner may change the root meanwhile, and two files may be of different moments. So an overview
-is for people, and no decision is made from it.
+is for display, and no decision is made from it.
 """
 
 from __future__ import annotations

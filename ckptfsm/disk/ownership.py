@@ -185,7 +185,7 @@ class RootOwnership:
             if ours and self._nonce_found() in (None, "", self._identity.nonce):
                 self._say_released(as_found)
         finally:
-            self.drop()
+            self.release_lock_only()
 
     def _nonce_found(self) -> str | None:
         """The nonce in our epoch's file: None if there is no file, "" if the file is damaged."""
@@ -209,7 +209,7 @@ class RootOwnership:
                 raise
             remove_marker(self._storage, path)  # even a full disk lets a file be removed
 
-    def drop(self) -> None:
+    def release_lock_only(self) -> None:
         """Give up the lock only, as the death of the process would."""
         _living.nonces.discard(self._identity.nonce)
         self._let_lock_go()
@@ -272,15 +272,15 @@ def open_root(
             storage.unlock(lock)
         raise
     ended = holder if holder is not None and not holder.released and not takeover else None
-    lease = RootOwnership(storage, identity, taken, lock, ended)
+    ownership = RootOwnership(storage, identity, taken, lock, ended)
     try:
         remove_marker(storage, temporary)
         storage.fsync_dir(EPOCHS)
         _forget_older(storage, taken)
     except BaseException:
-        lease.release()  # otherwise this process would be refused when it tries again
+        ownership.release()  # otherwise this process would be refused when it tries again
         raise
-    return lease
+    return ownership
 
 
 def _known_holder(storage: Storage, epoch: int) -> Holder | None:

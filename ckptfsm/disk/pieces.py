@@ -35,7 +35,7 @@ class ToRead(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive bytes of the file with this index. ``view`` is lent until the next piece is taken."""
+    """Consecutive bytes of the file with this index. ``view`` is valid until the next piece is taken."""
 
     file: int
     offset: int

@@ -96,7 +96,7 @@ class Publisher:
         if there is not None:
             return there.crc
         assembly = self.assembly_of(checkpoint, directory)
-        assembly.shares()
+        assembly.read_receipts()
         sweep_attempt(self.storage, directory, assembly.listed())
         for part in checkpoint.parts:
             if part.name not in assembly.dropped:

@@ -83,13 +83,13 @@ class Mover:
     check_epoch: Callable[[], None]
     layout: Layout
 
-    def set_aside(self, path: str, name: str, *, give_up: bool = False) -> str:
+    def set_aside(self, path: str, name: str, *, discard: bool = False) -> str:
         """Move a directory to ``name`` in quarantine, or beside it. Returns its path there.
 
-        ``give_up``: let it be deleted, under a name in the trash that no other's late rename aims at.
+        ``discard``: let it be deleted, under a name in the trash that no other's late rename aims at.
         """
         self.check_epoch()
-        place = f"{TRASH}/{GONE}" if give_up else f"{QUARANTINE}/"
+        place = f"{TRASH}/{GONE}" if discard else f"{QUARANTINE}/"
         return move_aside(self.storage, path, place + name)
 
     def set_aside_tracker(self) -> None:
@@ -218,7 +218,7 @@ class Mover:
     # ---------------------------------------------------------------------------------- clean up
 
     def clean_up(self, checkpoint: Checkpoint, *, alone: bool, held: bool) -> str:
-        """Move a failed attempt's directory aside. Returns its path if it is to be given up from there.
+        """Move a failed attempt's directory aside. Returns its path if it is to be discarded from there.
 
         ``alone``: no other attempt may stand at its name; ``held``: another one has it in use. If it
         stands at its published name (a fenced trainer's rename can land late), it is kept (I1).
@@ -238,7 +238,7 @@ class Mover:
             case CleanUpDecision.NOTHING_LEFT:
                 # Else a power loss brings it back, at the name that an earlier try moved it from.
                 self._make_durable(QUARANTINE, TRASH, parent_of(directory), "")
-            case CleanUpDecision.GIVE_UP:
+            case CleanUpDecision.DISCARD:
                 move_aside(self.storage, directory, gone_dir(checkpoint.id))
             case CleanUpDecision.LOOK_INSIDE:
                 return self._clean_up_in_place(checkpoint, alone, facts.at_name)
@@ -266,7 +266,7 @@ class Mover:
         )
 
     def _clean_up_in_place(self, checkpoint: Checkpoint, alone: bool, whose: AtName) -> str:
-        """Move a directory in place aside. Returns its path if it is to be given up from there."""
+        """Move a directory in place aside. Returns its path if it is to be discarded from there."""
         directory = self.layout.published_name(checkpoint.step)
         marked = is_marked(self.storage, directory, checkpoint.id)
         contents = contents_of(self.storage, directory, checkpoint)
@@ -277,14 +277,14 @@ class Mover:
             case InPlaceDecision.QUARANTINE:
                 move_aside(self.storage, directory, quarantine_dir(checkpoint.id))
                 return ""
-            case InPlaceDecision.GIVE_UP:
+            case InPlaceDecision.DISCARD:
                 # Not to a name that may be deleted: a power loss during the deletion would restore
                 # it gutted, under its published name (I4).
                 aside = move_aside(self.storage, directory, trash_dir(checkpoint.id))
                 # A stock trainer may have completed it between look and move (I1).
                 contents = contents_of(self.storage, aside, checkpoint)
                 still = decide_in_place(replace(facts, contents=contents))
-                return aside if still is InPlaceDecision.GIVE_UP else ""
+                return aside if still is InPlaceDecision.DISCARD else ""
 
     # -------------------------------------------------------------------------------- quarantine
 

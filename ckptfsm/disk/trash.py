@@ -1,6 +1,6 @@
 """The only module that deletes files of a root.
 
-Deleted are directories in the trash that were given up, our temporary files, markers that are over, and
+Deleted are directories in the trash that were discarded, our temporary files, markers that are over, and
 staged files of a killed writer. Removal goes in bounded slices and never follows a link.
 """
 
@@ -20,7 +20,7 @@ from ckptfsm.core.layout import (
     TAKING,
     TRACKER,
     TRASH,
-    is_given_up,
+    is_deletable,
 )
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup, make_dir
@@ -41,7 +41,7 @@ def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None =
     """
     removed = 0
     stuck: OSError | None = None
-    names = [name for name in list_names(storage, TRASH) if is_given_up(name)]
+    names = [name for name in list_names(storage, TRASH) if is_deletable(name)]
     if check is not None:
         check()
     for name in names:
@@ -59,7 +59,7 @@ def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None =
 def require_rename(storage: Storage, tag: str) -> None:
     """Rename a directory of our own, and remove it.
 
-    Raises ``ConfigError`` if the file system cannot. Its names are given up: a kill in between leaves
+    Raises ``ConfigError`` if the file system cannot. Its names may be deleted: a kill in between leaves
     an entry of the trash. ``tag`` is unique to the process.
     """
     made = f"{TRASH}/{GONE}trial{TEMPORARY}{tag}"

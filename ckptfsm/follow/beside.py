@@ -1,4 +1,4 @@
-"""The trainer's side of the jobs: a thread that starts their process, and hears of it.
+"""The trainer's side of the jobs: a thread that starts their process, and logs what it reports.
 
 No call of the trainer waits for the jobs, but ``close`` for at most ``jobs_drain_s``. Each failure is a
 line in the log, and never an error of training.
@@ -27,7 +27,7 @@ from ckptfsm.follow.runner import FollowPlan, Message, Stop, Trouble
 log = logging.getLogger("ckptfsm")
 _STARTS = 3  # of the process, in the life of a manager
 _LISTEN_S = 5.0
-_HEAR_S = 0.1
+_JOIN_S = 0.1
 _ENDS_A_PROGRAM = ("SIGTERM", "SIGINT", "SIGHUP")  # a program may send them to its own processes
 _WORDS = {
     JobState.DONE: ("job_done", "is done"),
@@ -72,19 +72,19 @@ class JobsBeside:
         self._thread = threading.Thread(target=self._run, name="ckptfsm-jobs", daemon=True)
         self._thread.start()
 
-    def drain(self, drain_s: float, hear: Callable[[], BaseException | None]) -> None:
+    def drain(self, drain_s: float, check_signals: Callable[[], BaseException | None]) -> None:
         """Wait for the jobs that wait or run, at most ``drain_s``, then end the process.
 
-        ``hear`` returns the exception of a signal's handler, which is raised at once.
+        ``check_signals`` returns the exception of a signal's handler, which is raised at once.
         """
         if drain_s > 0:
             self._ask(Stop(drain_s))
             end = time.monotonic() + drain_s
             while self._thread.is_alive() and time.monotonic() < end:
-                interruption = hear()
+                interruption = check_signals()
                 if interruption is not None:
                     raise interruption
-                self._thread.join(_HEAR_S)
+                self._thread.join(_JOIN_S)
         self.stop()
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class JobsBeside:
         try:
             for _ in range(_STARTS):
                 try:
-                    status = self._employ()
+                    status = self._run_process()
                 except OSError as error:
                     status = -1
                     why = describe(error)
@@ -122,8 +122,8 @@ class JobsBeside:
             for fd in self._fds:
                 os.close(fd)
 
-    def _employ(self) -> int:
-        """Start the process and hear it until it has ended. Returns its exit status."""
+    def _run_process(self) -> int:
+        """Start the process and log its messages until it has ended. Returns its exit status."""
         if self._stopped is not None:
             return 0
         process = Spawned("ckptfsm.follow.jobs", "main", last_act=True)

@@ -165,7 +165,7 @@ class _Evaluator(Follower):
             self._know(lease.attempt)
         return lease
 
-    def hear(self, history: History, named: int | None) -> bool:
+    def apply_history(self, history: History, named: int | None) -> bool:
         ledger = history.ledger
         if history.newest_epoch < self._epoch:  # another root stands at this path
             self._known, self._after = set(), None

@@ -31,7 +31,7 @@ class Follower:
         self._history: History | None = None
         self._settled: int | None = None  # the tracker's step, once all that it told is known
 
-    def hear(self, history: History, named: int | None) -> bool:
+    def apply_history(self, history: History, named: int | None) -> bool:
         """Take in what the journal has. True if there is nothing to read until the tracker moves."""
         raise NotImplementedError
 
@@ -64,7 +64,7 @@ class Follower:
 
     def _read(self, storage: Storage, named: int | None) -> None:
         self._history = read_history(storage, self._history)
-        self._settled = named if self.hear(self._history, named) else None
+        self._settled = named if self.apply_history(self._history, named) else None
 
     def take(self, storage: Storage) -> ReaderLease | None:
         """A lease that is held on the first that is due, or None if none can be taken now."""

@@ -1,7 +1,7 @@
 """A follower that runs a work for each tracked checkpoint, one at a time, with retries and a record.
 
 ``core.jobs`` has all decisions, among them the order and the queue. Each checkpoint ends as done, failed
-or missed, and ``tell`` hears of it, at least once: an attempt without a record of its end is made again.
+or missed, and ``tell`` gets it, at least once: an attempt without a record of its end is made again.
 
 A record is durable before the state that it names begins. So a crash after the lease leaves a lease that
 the next runner removes, and a crash after the record leaves an attempt that counts. A lease is held from
@@ -271,7 +271,7 @@ class Runner(Follower):
     def _look(self) -> None:
         self._check_epoch()
         if not self._begun:
-            self._begin()
+            self._take_over_records()
         self.look(self._storage)
         if self._changed:
             self._settle()
@@ -283,7 +283,7 @@ class Runner(Follower):
         if newest != epoch:
             raise Fenced("another owner has the root", epoch=epoch, newest=newest)
 
-    def _begin(self) -> None:
+    def _take_over_records(self) -> None:
         """Take over the records of an earlier run, and remove the leases that it left."""
         records = {key_of(each): each for each in self._store.begin()}
         for name in list_names(self._storage, READERS):
@@ -300,7 +300,7 @@ class Runner(Follower):
         self._saved = saved_since(storage, self._last_epoch())
         super()._read(storage, named)
 
-    def hear(self, history: History, named: int | None) -> bool:
+    def apply_history(self, history: History, named: int | None) -> bool:
         if history.ledger.checkpoints is not self._checkpoints:
             self._checkpoints, self._changed = history.ledger.checkpoints, True
         tracked = history.ledger.in_state(State.TRACKED)

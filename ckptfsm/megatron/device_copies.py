@@ -128,7 +128,7 @@ class DeviceCopies:
         self._event: torch.cuda.Event | None = None  # of the last copies
         self._off = False
 
-    def begin(self, values: Iterable[Any]) -> StateCopy | None:
+    def new_copy(self, values: Iterable[Any]) -> StateCopy | None:
         """The copy of a save with these values; None if the host is to copy, or nothing is to be."""
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if self._device is None:
@@ -137,7 +137,7 @@ class DeviceCopies:
         device = self._device
         if self._off or device is None:
             return None
-        needed = sum(_room(each) for each in tensors if _is_copied_by(device, each))
+        needed = sum(_slot_bytes(each) for each in tensors if _is_copied_by(device, each))
         if not needed:
             return None
         # While a writer may read the arena, its ``StateCopy`` lives.
@@ -168,7 +168,7 @@ class DeviceCopies:
         return True
 
     def _arena_of(self, device: CudaDevice, needed: int) -> PinnedArena | None:
-        """An arena with room for ``needed`` bytes; None, and never one again, if there is no memory."""
+        """An arena of at least ``needed`` bytes; None, and never one again, if there is no memory."""
         if self._arena is not None and self._arena.size >= needed:
             return self._arena
         self.close()  # first: else both are there for a moment
@@ -217,7 +217,7 @@ def _is_copied_by(device: CudaDevice, tensor: torch.Tensor) -> bool:
     )
 
 
-def _room(tensor: torch.Tensor) -> int:
+def _slot_bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor in an arena."""
     return -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
 
@@ -235,17 +235,17 @@ class StateCopy:
         self._problem = ""
         self._event: torch.cuda.Event | None = None
 
-    def room_for(self, value: Any) -> torch.Tensor | None:
+    def slot_for(self, value: Any) -> torch.Tensor | None:
         """Host memory in the form of a tensor; None if the host is to copy it."""
         if not isinstance(value, torch.Tensor) or not _is_copied_by(self._device, value):
             return None
         start = self._used
-        self._used += _room(value)
+        self._used += _slot_bytes(value)
         return self._arena.view(start, value)
 
-    def add(self, name: str, value: torch.Tensor, room: torch.Tensor, *, first: bool) -> None:
-        """Copy a tensor into its room. If it is ``first``, it may be changed once ``start`` returns."""
-        (self._first if first else self._others).append((value, room))
+    def add(self, name: str, value: torch.Tensor, slot: torch.Tensor, *, first: bool) -> None:
+        """Copy a tensor into its slot. If it is ``first``, it may be changed once ``start`` returns."""
+        (self._first if first else self._others).append((value, slot))
         if not first:
             self._watched.append((name, value, version_of(value)))
 

@@ -87,7 +87,7 @@ class MegatronDraft:
         if self.driver.copies is not None and not forked:
             plans = [self.plans[spec.name] for spec in specs if spec.format.planned]
             values = (value for plan in plans for bucket in plan.buckets for _, value in bucket)
-            self.held.device = self.driver.copies.begin(values)
+            self.held.device = self.driver.copies.new_copy(values)
         jobs: list[PartJob] = []
         for spec in specs:
             value = self.values[spec.name]

@@ -10,7 +10,7 @@ import torch
 
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.megatron.shared_memory import share, tensors_of
+from ckptfsm.megatron.shared_memory import move_to_shared_memory, tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
 
 
@@ -44,7 +44,7 @@ class Gate(ABC):
     def _wait_with(self, engine: WriteEngine | None, promise: GatedMemory, calls: OneCall) -> None:
         self._engine, self._promise = engine, promise
         if engine is not None:
-            engine.hear = calls.hear_exit
+            engine.check_signals = calls.check_exit
 
     @abstractmethod
     def before_update(self) -> None:
@@ -97,14 +97,14 @@ class Gate(ABC):
         engine = self._engine
         if engine is None:
             raise ConfigError("share needs a writer process: writers are forked here")
-        if not engine.may_lend:
+        if not engine.may_add_segment:
             raise ConfigError("share was called too often: give all tensors in one call")
         tensors = tensors_of(state)
         self.before_update()
-        segment = share(tensors)
+        segment = move_to_shared_memory(tensors)
         if segment is None:
             return 0
-        engine.lend(segment)
+        engine.add_segment(segment)
         return segment.size
 
     def _before_step(self, *_: Any) -> None:

@@ -51,13 +51,13 @@ class Held:
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
         """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""
         memory = trainers.untyped_storage()
-        lent = trainers.device.type == "cpu" and (
+        mutable = trainers.device.type == "cpu" and (
             memory.data_ptr() <= read.data_ptr() < memory.data_ptr() + memory.nbytes()
         )
-        if lent and not self.may_change(trainers):
+        if mutable and not self.may_change(trainers):
             self.tensors.append((name, trainers, trainers.data_ptr(), version_of(trainers)))
         self.copies.append(read)
-        return lent
+        return mutable
 
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""
@@ -135,21 +135,21 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     """The pieces of one item."""
     if isinstance(value, io.BytesIO):
         return [Literal(value.getvalue())]
-    room = held.device.room_for(value) if held.device is not None else None
-    host = exact(to_host(value)) if room is None else room
+    slot = held.device.slot_for(value) if held.device is not None else None
+    host = exact(to_host(value)) if slot is None else slot
     template = templates.of(host)
     if template is None:
-        return [Literal(saved(host if room is None else exact(to_host(value))))]
+        return [Literal(saved(host if slot is None else exact(to_host(value))))]
     address, size = host.untyped_storage().data_ptr(), template.data_bytes
     data: Piece
-    if held.device is not None and room is not None:
-        held.device.add(name, value, room, first=size < SMALL_BYTES or held.may_change(value))
-        data = Memory(address, size, lent=False)
+    if held.device is not None and slot is not None:
+        held.device.add(name, value, slot, first=size < SMALL_BYTES or held.may_change(value))
+        data = Memory(address, size, mutable=False)
     elif size < SMALL_BYTES:
         data = Copied(ctypes.string_at(address, size))
     else:
-        lent = held.add(name, value, host)
-        data = Memory(address, size, lent=lent, early=lent and held.may_change(value))
+        mutable = held.add(name, value, host)
+        data = Memory(address, size, mutable=mutable, early=mutable and held.may_change(value))
     return [Literal(template.head), data, BlobTail(template.tail, template.patch)]
 
 

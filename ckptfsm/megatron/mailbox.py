@@ -111,7 +111,7 @@ class ReportServer:
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
         self.address = Address(host, port, secrets.token_bytes(_DIGEST_BYTES))
-        self._heard: set[int] = set()
+        self._connected: set[int] = set()
         self._waiting: list[_Link] = []
         self._warnings = 0
 
@@ -119,12 +119,12 @@ class ReportServer:
         """Wait for the first words of all other ranks. Returns the problem, or ""."""
         deadline = time.monotonic() + timeout_s
         others = set(range(1, self._world_size))
-        while not others <= self._heard:
+        while not others <= self._connected:
             self.collect()
             if time.monotonic() >= deadline:
                 break
             time.sleep(_PAUSE_S)
-        missing = sorted(others - self._heard)
+        missing = sorted(others - self._connected)
         return f"no word from rank {name_ranks(missing)}" if missing else ""
 
     def post(self, events: Sequence[Event]) -> None:
@@ -141,7 +141,7 @@ class ReportServer:
                     continue
                 secret = self.address.secret
                 rank, reports = unsealed(secret, bytes(link.data), self._world_size)
-                self._heard.add(rank)
+                self._connected.add(rank)
                 found += reports
                 link.close()
             except (OSError, ValueError) as error:
@@ -228,7 +228,7 @@ def decoded(found: dict[str, Any]) -> Report:
 
 
 def mailbox_of(transport: Transport, exchange_timeout_s: float) -> Mailbox | None:
-    """The mailbox of a job (collective). None if rank 0 does not hear all other ranks."""
+    """The mailbox of a job (collective). None if rank 0 does not get a message of all other ranks."""
     if transport.world_size == 1:
         return OneRank()
     step_s = min(_LONGEST_STEP_S, exchange_timeout_s * _SHARE)

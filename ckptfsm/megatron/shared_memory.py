@@ -43,7 +43,7 @@ def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def share(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:
+def move_to_shared_memory(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:
     """Move tensors on the CPU into one new segment, in place; None if there are none to move.
 
     Raises ``OSError`` if the kernel gives no such memory. Nothing is moved then.

@@ -25,7 +25,7 @@ class Agent:
     """The agent of one rank. At rank 0, ``report`` takes the reports of all ranks.
 
     ``begin`` wakes it for a save, ``rest`` lets it sleep, ``end`` ends it: from the training thread.
-    ``show`` is called after each look at the reports, to draw the progress of the save.
+    ``draw`` is called after each look at the reports, to draw the progress of the save.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Agent:
         clock: Clock,
         mailbox: Mailbox,
         report: Callable[[Sequence[Event]], Any] | None,
-        show: Callable[[], object],
+        draw: Callable[[], object],
     ) -> None:
         self._clock = clock
         self._mailbox = mailbox
-        self._report, self._show = report, show
+        self._report, self._draw = report, draw
         self._writer: RankWriter | None = None
         self._posted: set[Event] = set()
         self._busy = threading.Event()
@@ -52,13 +52,13 @@ class Agent:
     def start(self) -> None:
         self._thread.start()
 
-    def begin(self, writer: RankWriter | None) -> None:
+    def watch(self, writer: RankWriter | None) -> None:
         """Report on this writer; None at a rank without one, which may be rank 0."""
         self._posted = set()
         self._writer = writer
         self._busy.set()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Sleep until the next save: this one is over for this rank."""
         self._busy.clear()
         self._writer = None
@@ -73,14 +73,14 @@ class Agent:
             while not self._over.is_set():
                 self._busy.wait()
                 self._look()
-                self._show()
+                self._draw()
                 self._over.wait(_PAUSE_S)
         except Exception as error:  # the rounds go on without the agent
             why = describe(error)
             said = f"reports of saves now wait for poll(): {why}"
             say(log.warning, "agent_ended", said, error=why)
         finally:
-            self._mailbox.close()  # at rank 0, the other ranks then hear that nothing is taken
+            self._mailbox.close()  # at rank 0, the other ranks then learn that nothing is taken
 
     def _look(self) -> None:
         """Carry the reports that are new."""

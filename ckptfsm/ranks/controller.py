@@ -1,4 +1,4 @@
-"""The controller of a root, in a job with one driver process and groups of workers. No torch.
+"""The controller of a root, in a job with one controller process and groups of workers. No torch.
 
 Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and return their reports to
 the controller, by any call that the job has: late, twice, or never. Every process that may write has
@@ -31,7 +31,7 @@ from ckptfsm.core.events import (
     WritersLost,
     is_plausible,
 )
-from ckptfsm.core.formats import REPORT
+from ckptfsm.core.formats import GROUP
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
@@ -84,7 +84,7 @@ class Controller(Session):
     """The life of the checkpoints below ``root``, for a job with one controller and ``groups`` of
     workers.
 
-    ``groups`` has the number of ranks of each group. ``ask_workers(doomed)`` asks every reachable
+    ``groups`` has the number of ranks of each group. ``ask_workers(failed)`` asks every reachable
     worker for its reports (see ``GroupWorker.poll``) and returns them. The controller calls it
     while a save is in flight, also inside its waits. ``config`` or keyword arguments as for
     ``CheckpointManager``.
@@ -141,14 +141,14 @@ class Controller(Session):
         before = set(self._flights)
         try:
             with self._one_call.running(), self._participant.stalling(step):
-                return self._begin(step, parts, groups, metrics)
+                return self._request_and_write(step, parts, groups, metrics)
         except BaseException as error:  # the tickets of the accepted save are lost
             for of in self._flights.keys() - before:
                 self._participant.expect(of)
-                self._reports.give_up(of, error)
+                self._reports.fail_share(of, error)
             raise
 
-    def _begin(
+    def _request_and_write(
         self,
         step: int,
         parts: Mapping[str, Any],
@@ -157,7 +157,7 @@ class Controller(Session):
     ) -> GroupSave:
         """Ask for the save, write the controller's parts, and make a ticket for each group."""
         self._require_open()
-        if not self._participant.make_way(step):
+        if not self._participant.await_previous_save(step):
             return GroupSave(SaveHandle(step), {})
         self._participant.allocation.save_begins()
         self._share.clear()
@@ -176,7 +176,7 @@ class Controller(Session):
             return GroupSave(SaveHandle(step), {})
         of, grouped = accepted.of, (spec.ranks or () for spec in written.values())
         self._flights[of] = self._flight(rank for ranks in grouped for rank in ranks)
-        handle = self._participant.begin_writing(self._storage, accepted, draft)
+        handle = self._participant.start_save(self._storage, accepted, draft)
         # Then no other part has files in the checkpoint's directory itself.
         alone = all(isinstance(part, GroupPart) and part.directory == "" for part in parts.values())
         tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
@@ -203,7 +203,7 @@ class Controller(Session):
                 raise ConfigError(f"group {part.group!r} is to write two parts", part=name)
             directory = name if part.directory is None else part.directory
             ranks = tuple(range(first, first + self._groups[part.group]))
-            specs[name] = PartSpec(name, REPORT.name, directory, ranks, part.optional)
+            specs[name] = PartSpec(name, GROUP.name, directory, ranks, part.optional)
         return specs
 
     def _accept(self, request: SaveRequest) -> Accepted:
@@ -231,11 +231,11 @@ class Controller(Session):
     # ----------------------------------------------------------------------------------- reports
 
     @property
-    def doomed(self) -> tuple[AttemptId, ...]:
+    def failed(self) -> tuple[AttemptId, ...]:
         """The attempts that have failed or were given up: their writers are to be ended."""
         unfinished = self._participant.view.unfinished
-        failed = (of for of, state in unfinished.items() if state is State.FAILED)
-        return (*failed, *self._unconfirmed)
+        found = (of for of, state in unfinished.items() if state is State.FAILED)
+        return (*found, *self._unconfirmed)
 
     def feed(self, reports: Iterable[Event]) -> None:
         """Take reports of workers. They take effect at the next ``poll``.
@@ -314,7 +314,7 @@ class Controller(Session):
         try:
             if self._participant.view.unfinished and now - self._asked_at >= _ASK_EVERY_S:
                 self._asked_at = now
-                self.feed(self._ask_workers(self.doomed))
+                self.feed(self._ask_workers(self.failed))
         finally:
             self._end_in_time(self._ports.clock.monotonic())
 
@@ -368,7 +368,7 @@ class Controller(Session):
         try:
             with self._one_call.running():
                 located = restorer.choose(step)
-            self._participant.say_notes()
+            self._participant.emit_warnings()
             if located is None:
                 yield None
             else:

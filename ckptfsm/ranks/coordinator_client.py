@@ -29,7 +29,7 @@ log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
 _LISTEN_S = 0.2  # between two looks for a Ctrl-C, while the disk does not answer
-_INBOX_S = 1.0  # between two looks for requests of people
+_INBOX_S = 1.0  # between two looks for operator requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,22 @@ class Answer:
 class CoordinatorClient:
     """The client, see the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread.
 
-    ``hear`` runs the signal handlers that wait, and returns the exception of one. ``taken`` is the
-    number of news that this rank has taken. ``on_reports`` is called with all reports, at rank 0, on
-    the thread that brings them.
+    ``check_signals`` runs the signal handlers that wait, and returns the exception of one.
+    ``taken`` is the number of news that this rank has taken. ``on_reports`` is called with all
+    reports, at rank 0, on the thread that brings them.
     """
 
     def __init__(
         self,
         transport: Transport,
         effect_timeout_s: float,
-        hear: Callable[[], BaseException | None],
+        check_signals: Callable[[], BaseException | None],
     ) -> None:
         self.transport = transport
         self.taken = 0
-        self.on_reports: Callable[[Sequence[Event]], object] = _unheard
+        self.on_reports: Callable[[Sequence[Event]], object] = _no_display
         self._effect_timeout_s = effect_timeout_s
-        self._hear = hear
+        self._check_signals = check_signals
         self._coordinator: Coordinator | None = None
         self._executor: Executor | None = None
         self._submitted: list[Pending[Any]] = []
@@ -90,7 +90,7 @@ class CoordinatorClient:
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
         self._coordinator, self._executor = coordinator, executor
-        executor.repeat(partial(_look_into_inbox, weakref.ref(coordinator)), _INBOX_S)
+        executor.repeat(partial(_serve_requests_of, weakref.ref(coordinator)), _INBOX_S)
 
     def stop(self) -> None:
         """End the coordinator's thread after its queued work, without waiting for that."""
@@ -98,11 +98,13 @@ class CoordinatorClient:
             self._executor.shutdown()
         self._coordinator = self._executor = None
 
-    def leave(self, of: AttemptId, timeout_s: float) -> tuple[bool, State | None]:
-        """At rank 0: see ``Coordinator.leave``. Returns whether it answered in time, and its answer."""
+    def complete_from_receipts(self, of: AttemptId, timeout_s: float) -> tuple[bool, State | None]:
+        """At rank 0: see ``Coordinator.complete_from_receipts``. Returns whether it answered in
+        time, and its answer.
+        """
         if self._coordinator is None or self._executor is None:
             return False, None
-        call = partial(self._coordinator.leave, of, timeout_s)
+        call = partial(self._coordinator.complete_from_receipts, of, timeout_s)
         try:
             return True, self._executor.submit(call).result(timeout_s)
         except FutureTimeout:
@@ -153,7 +155,7 @@ class CoordinatorClient:
             self._leave_late(future)
             raise
         if error is not None and not isinstance(error, Exception):
-            raise typed(error) from error  # such as torch's: the other ranks must hear of it
+            raise typed(error) from error  # such as torch's: the other ranks must learn of it
         return future.result()
 
     def _outcome(self, future: Pending[T]) -> BaseException | None:
@@ -167,7 +169,7 @@ class CoordinatorClient:
                 left -= slice_s
                 if left <= 0:
                     raise
-            interruption = self._hear()
+            interruption = self._check_signals()
             if interruption is not None:
                 raise interruption
 
@@ -177,7 +179,7 @@ class CoordinatorClient:
             return
         self._late = future
         self._submitted.append(future)
-        self._submit(Coordinator.disown, future)
+        self._submit(Coordinator.release_late, future)
 
     def together(self, question: Callable[[], Any]) -> Answer:
         """Call ``question`` at rank 0; every rank gets the answer and the news (collective)."""
@@ -290,15 +292,15 @@ class CoordinatorClient:
         return future
 
 
-def _unheard(events: Sequence[Event]) -> None:
+def _no_display(events: Sequence[Event]) -> None:
     """Nothing is shown of them."""
 
 
-def _look_into_inbox(coordinator: weakref.ref[Coordinator]) -> None:
-    """Serve people on the coordinator's thread, also while the trainer computes."""
+def _serve_requests_of(coordinator: weakref.ref[Coordinator]) -> None:
+    """Serve operator requests on the coordinator's thread, also while the trainer computes."""
     served = coordinator()
     if served is not None:
-        served.look_into_inbox()
+        served.serve_requests()
 
 
 def share_answer(transport: Transport, answer: Answer) -> Answer:

@@ -19,7 +19,7 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, WriterGone
-from ckptfsm.core.formats import REPORT
+from ckptfsm.core.formats import GROUP
 from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
@@ -31,12 +31,12 @@ from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.ranks.coordinator_client import Answer, share_answer
 from ckptfsm.ranks.handle import Restored
-from ckptfsm.ranks.proposal import ProposedCall, words_of
+from ckptfsm.ranks.proposal import ProposedCall, message_of
 from ckptfsm.ranks.restoring import Restorer, refuse_unknown_parts, warn_of_rest
 from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.plain_files import TreePart, UnmadePart, file_spec
+from ckptfsm.writers.plain_files import LeftOutPart, TreePart, file_spec
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -96,35 +96,35 @@ class BaseGroupWorker:
         proposed = self._share.propose(step, call, directories=directories)
         draft, answer = proposed.draft, Answer()
         if proposed.by_rank is not None:
-            answer = self._judge(ticket, shares, proposed)
+            answer = self._agree_on_plan(ticket, shares, proposed)
         answer = share_answer(self._ports.transport, answer)
         try:
             if answer.error is not None:
                 raise answer.error
             assert draft is not None
-            self._begin(ticket, draft, answer.value, shares)
-        except BaseException as error:  # also torch's: the controller must hear of it
+            self._stage_and_launch(ticket, draft, answer.value, shares)
+        except BaseException as error:  # also torch's: the controller must learn of it
             self._share.undo(draft)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             if error is not answer.error:
                 said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"
                 say(log.exception, "fork_failed", said, step=ticket.of.step, rank=self._number)
-            self._give_up(ticket, error)
+            self._fail_or_leave_out(ticket, error)
 
-    def _give_up(self, ticket: Ticket, error: BaseException) -> None:
+    def _fail_or_leave_out(self, ticket: Ticket, error: BaseException) -> None:
         """Report a failure; for an optional part, make a receipt that leaves the part out."""
         if not ticket.part.optional:
-            self._fail(ticket.of, words_of(error), reason_of(error))
+            self._fail(ticket.of, message_of(error), reason_of(error))
             return
         try:
-            left_out = UnmadePart(ticket.part.name, ticket.part.directory, words_of(error))
+            left_out = LeftOutPart(ticket.part.name, ticket.part.directory, message_of(error))
             self._launch(ticket, left_out, None)
         except Exception as second:  # without that receipt the checkpoint fails
             self._share.undo(None)
-            self._fail(ticket.of, f"{words_of(error)}; {describe(second)}")
+            self._fail(ticket.of, f"{message_of(error)}; {describe(second)}")
 
-    def _judge(self, ticket: Ticket, shares: GroupParts, proposed: Proposed) -> Answer:
+    def _agree_on_plan(self, ticket: Ticket, shares: GroupParts, proposed: Proposed) -> Answer:
         """At the group's first rank: the plan of all ranks, or what is wrong with it."""
         ranks = len(proposed.by_rank or ())
         if proposed.differences:
@@ -141,9 +141,11 @@ class BaseGroupWorker:
         except SaveRefused as error:
             return Answer(error=error)
         except Exception as error:  # the others wait
-            return Answer(error=SaveRefused(words_of(error)))
+            return Answer(error=SaveRefused(message_of(error)))
 
-    def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts) -> None:
+    def _stage_and_launch(
+        self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts
+    ) -> None:
         """Stage and fork, as a rank of an SPMD job does."""
         storage, directory = self._open(ticket.root), ticket.part.directory
         if directory:
@@ -188,8 +190,8 @@ class BaseGroupWorker:
             optional,
             self._config.visibility_timeout_s,
         )
-        hear = self._one_call.hear_exit
-        self._share.write(self._open(ticket.root), job, ticket.timeout_s, draft, hear)
+        check_signals = self._one_call.check_exit
+        self._share.write(self._open(ticket.root), job, ticket.timeout_s, draft, check_signals)
         self._begun = True
 
     def _open(self, root: str) -> Storage:
@@ -211,23 +213,23 @@ class BaseGroupWorker:
 
     # ----------------------------------------------------------------------------------- reports
 
-    def poll(self, doomed: Sequence[AttemptId] = ()) -> list[Event]:
+    def poll(self, failed: Sequence[AttemptId] = ()) -> list[Event]:
         """Every report of the newest ticket (local), again at every call: answers may be lost.
 
-        ``doomed``: attempts that have failed. Their writers are killed; only a writer that is
+        ``failed``: attempts that have failed. Their writers are killed; only a writer that is
         certainly gone is reported gone.
         """
         with self._one_call.running():
             newest, writer = self._newest, self._share.writer
-            if newest is not None and writer is None and not self._begun and newest not in doomed:
+            if newest is not None and writer is None and not self._begun and newest not in failed:
                 self._fail(newest, INTERRUPTED)
             reports = [*self._reports, *self._share.reports()]
-            if writer is not None and writer.of in doomed:
+            if writer is not None and writer.of in failed:
                 self._reports = reports
                 self._share.drop()
-            list(self._share.gone())
-            alive = self._share.dying
-            gone = [of for of in doomed if of not in alive and self._number]
+            list(self._share.exited())
+            alive = self._share.exiting
+            gone = [of for of in failed if of not in alive and self._number]
             return [*reports, *(WriterGone(of, self._number) for of in gone)]
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -261,7 +263,7 @@ class BaseGroupWorker:
         """
         known = {spec.name: spec for spec in found.parts}
         refuse_unknown_parts(found.step, [part], known)
-        spec = known.get(part, PartSpec(part, REPORT.name, part))
+        spec = known.get(part, PartSpec(part, GROUP.name, part))
         shares = GroupParts.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
         specs = (file_spec(n, v) or PartSpec(n) for n, v in shares.values.items())
@@ -352,8 +354,8 @@ class GroupShare(PartJob):
     clock: Clock
 
     @property
-    def shares(self) -> tuple[PartJob, ...]:
-        return tuple(share for job in self.jobs for share in job.shares)
+    def part_jobs(self) -> tuple[PartJob, ...]:
+        return tuple(each for job in self.jobs for each in job.part_jobs)
 
     @property
     def portable(self) -> bool:

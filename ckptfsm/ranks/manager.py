@@ -63,31 +63,31 @@ class Manager(Session):
         step = whole_step(step)
         with self._one_call.running(), self._participant.stalling(step):
             self._require_open()
-            if not self._participant.make_way(step):
+            if not self._participant.await_previous_save(step):
                 return SaveHandle(step)
             self._participant.allocation.save_begins()
             self._share.clear()
-            handle = self._begin(step, ProposedCall(state, parts), metrics)
+            handle = self._plan_and_write(step, ProposedCall(state, parts), metrics)
             if self.config.sync and not handle.skipped:
                 self.wait_for(handle)
             return handle
 
-    def _begin(
+    def _plan_and_write(
         self, step: int, call: ProposedCall, metrics: Mapping[str, float] | None
     ) -> SaveHandle:
         """Draft, ask, stage and write. A refusal is raised on every rank, or the save is skipped."""
         proposed = self._share.propose(step, call, metrics)
         accepted: Accepted | None = None
         try:
-            accepted = self._participant.request(partial(self._judge, proposed))
+            accepted = self._participant.request(partial(self._accept, proposed))
         finally:
             if accepted is None:
                 self._share.undo(proposed.draft)
         if accepted is None or proposed.draft is None:
             return SaveHandle(step)
-        return self._participant.begin_writing(self._storage, accepted, proposed.draft)
+        return self._participant.start_save(self._storage, accepted, proposed.draft)
 
-    def _judge(self, proposed: Proposed) -> Accepted:
+    def _accept(self, proposed: Proposed) -> Accepted:
         """At rank 0: accept the save for all ranks, or raise its refusal."""
         assert proposed.by_rank is not None
         step = proposed.by_rank[0].step
@@ -147,7 +147,7 @@ class Manager(Session):
         with self._one_call.running():
             self._share.await_copy(no_signal)  # the load may change the state in place
             restored = self._restorer(self.config).restore(state, parts, step)
-        self._participant.say_notes()
+        self._participant.emit_warnings()
         if restored is not None and self.rank == 0:
             warn_of_rest(restored, partial=partial)
         return restored

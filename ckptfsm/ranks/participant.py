@@ -51,7 +51,7 @@ from ckptfsm.core.requests import (
 from ckptfsm.ranks.allocation import Allocation
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
-from ckptfsm.ranks.progress import ShowProgress
+from ckptfsm.ranks.progress import ProgressDisplay
 from ckptfsm.ranks.reports import RankReports
 from ckptfsm.ranks.share import Share
 
@@ -89,10 +89,10 @@ class Participant:
         self.save_asked = False
         self.preempted = False
         self.failures: dict[AttemptId | None, CkptFsmError] = {}
-        self.owed: CkptFsmError | None = None  # of a save that is to be retried
-        self._notes: list[Warning] = []
+        self.retry_error: CkptFsmError | None = None  # of a save that is to be retried
+        self._warnings: list[Warning] = []
         self.reports = RankReports(ports.transport, config, share, writers)
-        self.show = ShowProgress(config.progress, ports.transport.rank, ports.clock)
+        self.display = ProgressDisplay(config.progress, ports.transport.rank, ports.clock)
         self.allocation = Allocation(ports.clock, config.end_of_allocation)
         self._share = share
         self._ports = ports
@@ -102,7 +102,7 @@ class Participant:
         self._meters = tuple(hook for hook in hooks if isinstance(hook, Meter))
         self._rank, self._writers = ports.transport.rank, writers
         self._alone = ports.transport.world_size == 1
-        self._inbox: list[NumberedNews] = []
+        self._untaken: list[NumberedNews] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
         # Attempts that failed, and steps without room for a save, since the last tracked save.
         self._lost: set[AttemptId | int] = set()
@@ -126,9 +126,9 @@ class Participant:
         self._closed = self.calls.left = True
         if self._share.agent is not None:
             self._share.agent.end()
-        self.show.leave()
+        self.display.leave()
 
-    def begin(self, view: View, update: Update) -> None:
+    def take_opening(self, view: View, update: Update) -> None:
         """Note the content of an opened root, and take the news of the opening."""
         self.view = view
         self._next_timed_save = self._ports.clock.monotonic() + (self._interval_s or 0)
@@ -148,7 +148,7 @@ class Participant:
         problem = self.reports.await_writer(timeout_s)
         if busy is not None and self._rank == 0 and not problem:
             left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
-            known, state = self._client.leave(busy, max(left_s, _LEAVE_S))
+            known, state = self._client.complete_from_receipts(busy, max(left_s, _LEAVE_S))
             if not known:
                 problem = "whether it was finished is not known: the next start decides"
             elif state not in _KEPT:
@@ -249,7 +249,7 @@ class Participant:
             update = self._client.exchange(sent)
             self.reports.taken(sent)
             self.take_update(update)
-        self.show.look()
+        self.display.look()
         return agreed[_OTHERS:]
 
     def poll(self, *, due: bool) -> None:
@@ -299,16 +299,16 @@ class Participant:
 
     def take_update(self, update: Update) -> None:
         """Act on the news. An interrupt leaves the rest for later; one of them may be taken twice."""
-        known = self._inbox[-1][0] if self._inbox else self._client.taken - 1
-        self._inbox += [item for item in update.news if item[0] > known]
+        known = self._untaken[-1][0] if self._untaken else self._client.taken - 1
+        self._untaken += [item for item in update.news if item[0] > known]
         self.calls.taking_news = True
         try:
-            while self._inbox:
-                number, news = self._inbox[0]
+            while self._untaken:
+                number, news = self._untaken[0]
                 if number >= self._client.taken:
                     self._take(news, ended=update.fatal is not None)
                     self._client.taken = number + 1
-                del self._inbox[0]
+                del self._untaken[0]
                 if isinstance(news, TransitionRecord):
                     self._call_hooks(news)
             self.view.awaiting = update.awaiting
@@ -336,7 +336,7 @@ class Participant:
             self._on_blocked(news)
             return
         self.view.apply(news)
-        self.show.take(news)
+        self.display.take(news)
         handle = self._handles.get(news.of)
         if handle is not None:
             handle.move(news.dest)
@@ -356,7 +356,7 @@ class Participant:
     def _end(self, fatal: CkptFsmError) -> None:
         """Note that the coordinator is gone: no more news will come."""
         self.failures[None] = fatal
-        self.show.leave()
+        self.display.leave()
         for handle in self._handles.values():
             handle.fail(fatal)
         self._share.drop()
@@ -374,7 +374,7 @@ class Participant:
 
     def _on_tracked(self, record: TransitionRecord) -> None:
         self.allocation.save_tracked()
-        self.owed = None
+        self.retry_error = None
         self._lost.clear()
         self._share.forget()
         self._handles.pop(record.of, None)
@@ -394,7 +394,7 @@ class Participant:
         """Apply ``on_failure`` to a lost save. False if its error is to be raised."""
         self._lost.add(lost)
         if len(self._lost) <= self._config.saves_again:
-            self.save_due, self.owed = True, error
+            self.save_due, self.retry_error = True, error
             said = f"{error}: it is tried again (try {len(self._lost)})"
             say(log.warning, "save_failed", said, error=str(error), again=len(self._lost))
             return True
@@ -406,13 +406,13 @@ class Participant:
     def take_refusal(self, refused: BaseException) -> None:
         """Raise the refusal of a save, unless it has no room and ``on_failure`` lets training go on."""
         if isinstance(refused, CkptFsmError):
-            self.tell(Refused(refused.kind))
+            self.notify_meters(Refused(refused.kind))
         if not isinstance(refused, NoRoom):
             raise refused
         if not self._goes_on(refused.facts["step"], refused):
             raise refused
-        self.save_due = self.owed is refused
-        self.say_notes()
+        self.save_due = self.retry_error is refused
+        self.emit_warnings()
 
     def _call_hooks(self, record: TransitionRecord) -> None:
         for hook in self._hooks:
@@ -423,7 +423,7 @@ class Participant:
                 said = f"step {record.step}: a hook failed at {dest}"
                 say(log.exception, "hook_failed", said, step=record.step, dest=dest)
 
-    def tell(self, note: Note) -> None:
+    def notify_meters(self, note: Note) -> None:
         """Give a note to the hooks that take notes (local)."""
         if self.closed:
             return
@@ -440,25 +440,25 @@ class Participant:
 
     def warn_later(self, note: Warning) -> None:
         """Keep a warning for the next point that every rank reaches."""
-        self._notes.append(note)
+        self._warnings.append(note)
 
     def raise_failures(self) -> None:
         """Warn, then raise the first failure, at a point that every rank reaches."""
-        self.say_notes()
+        self.emit_warnings()
         if self.failures:
             error = next(iter(self.failures.values()))
             self.failures.clear()
             raise error
 
-    def say_notes(self) -> None:
+    def emit_warnings(self) -> None:
         """Warn of the notes. No collective may follow: a filter may turn a warning into an error."""
-        notes, self._notes = self._notes, []
+        notes, self._warnings = self._warnings, []
         for note in notes:
             warn_caller(note)
 
     # -------------------------------------------------------------------------------------- a save
 
-    def make_way(self, step: int) -> bool:
+    def await_previous_save(self, step: int) -> bool:
         """Wait for the save in flight, or refuse; False: skip this one. The same on every rank."""
         self.watch_polls(step)
         if self._alone and not self._caught_up(self.view):  # the remains of an interrupted call
@@ -520,7 +520,7 @@ class Participant:
         try:
             yield
         finally:
-            self.tell(Stalled(step, self._ports.clock.monotonic() - began))
+            self.notify_meters(Stalled(step, self._ports.clock.monotonic() - began))
 
     def watch_polls(self, step: int) -> None:
         """Warn of a save without polls, which never gets tracked, with its step (F28)."""
@@ -535,7 +535,7 @@ class Participant:
                 if agent is not None and agent.alive
                 else "it cannot be tracked without"
             )
-            self.tell(Unpolled())
+            self.notify_meters(Unpolled())
             warn_caller(
                 PollMissingWarning(
                     f"the save of step {busy.step} is in flight and poll() was not called for "
@@ -557,7 +557,7 @@ class Participant:
             self.take_refusal(answer.problem)
         return accepted
 
-    def begin_writing(self, storage: Storage, accepted: Accepted, draft: Draft) -> SaveHandle:
+    def start_save(self, storage: Storage, accepted: Accepted, draft: Draft) -> SaveHandle:
         """Stage this rank's share of an accepted save, and launch its writer."""
         self.save_due, self._unpolled_since = False, accepted.of.step
         handle = self.expect(accepted.of)
@@ -566,8 +566,8 @@ class Participant:
             for spec in accepted.parts
             if spec.format.by_path and spec.ranks is not None and self._rank not in spec.ranks
         ]
-        self.show.begin(accepted, self._writers, self._share.progress)
-        self.reports.begin_writing(storage, accepted, draft, self.calls.hear_exit)
+        self.display.start(accepted, self._writers, self._share.progress)
+        self.reports.launch_share(storage, accepted, draft, self.calls.check_exit)
         return handle
 
     def expect(self, of: AttemptId) -> SaveHandle:

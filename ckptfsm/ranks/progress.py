@@ -64,7 +64,7 @@ class ShareProgress:
         self._writer = None  # after the progress is kept: another thread may ask meanwhile
 
 
-class ShowProgress:
+class ProgressDisplay:
     """Shows the save in flight: a line on a terminal, or one log line when it has ended.
 
     ``mode`` is that of the configuration. Rank 0 shows, and every other rank is silent.
@@ -84,7 +84,7 @@ class ShowProgress:
         self._of: AttemptId | None = None
         self._line: ProgressLine | None = None
 
-    def begin(self, accepted: Accepted, ranks: int, share: Callable[[], Progress | None]) -> None:
+    def start(self, accepted: Accepted, ranks: int, share: Callable[[], Progress | None]) -> None:
         """Show this save of a job with ``ranks`` ranks from now on.
 
         Called before the writers begin: reports may come soon. ``share`` tells rank 0's progress.
@@ -93,7 +93,7 @@ class ShowProgress:
             return
         self.leave()
         with self._lock:
-            self._heard: set[ShardReported] = set()
+            self._counted: set[ShardReported] = set()
             self._done: set[int] = set()
             writing: set[int] = set()
             for part in accepted.parts:
@@ -102,7 +102,7 @@ class ShowProgress:
             self._began = self._next_s = self._clock.monotonic()
             self._line, self._of = self._open(), accepted.of
 
-    def hear(self, events: Sequence[Event]) -> None:
+    def note_reports(self, events: Sequence[Event]) -> None:
         """Take note of reports, of any rank and on any thread. Repeated ones count once."""
         if not self._on:
             return
@@ -112,9 +112,9 @@ class ShowProgress:
                     self._note(event)
 
     def _note(self, event: ShardReported) -> None:
-        if event in self._heard:
+        if event in self._counted:
             return
-        self._heard.add(event)
+        self._counted.add(event)
         self._done.add(event.rank)
         self._ranks = WritingRanks(
             self._ranks.count,

@@ -104,7 +104,7 @@ def propose(
         raise
     except BaseException as error:  # also torch's; carried to the exchange, raised on every rank
         say(log.exception, "draft_failed", f"step {step}: cannot be prepared", step=step)
-        return None, Proposal(step, world_size, error=words_of(error), place=_place_of(error))
+        return None, Proposal(step, world_size, error=message_of(error), place=_place_of(error))
     contents = ((name, content_of(value)) for name, value in named.items())
     return draft, Proposal(
         step,
@@ -119,7 +119,7 @@ def propose(
     )
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The reason why a save is refused, in one bounded line; a refusal in its own words."""
     if not isinstance(error, SaveRefused):
         return describe(error) or type(error).__name__

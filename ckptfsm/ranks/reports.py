@@ -17,8 +17,8 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, RankJob, Storage, Transport
 from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.handle import View
-from ckptfsm.ranks.proposal import words_of
-from ckptfsm.ranks.share import INTERRUPTED, Hear, Share, not_begun, reason_of
+from ckptfsm.ranks.proposal import message_of
+from ckptfsm.ranks.share import INTERRUPTED, CheckSignals, Share, not_begun, reason_of
 from ckptfsm.writers.rank_writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
@@ -58,13 +58,15 @@ class RankReports:
         self._rank, self._world_size = transport.rank, writers
         self._sent: set[Event] = set()  # reports of this rank that an exchange took
         self._bystander: AttemptId | None = None  # an attempt without a share of this rank
-        self._given_up: AttemptId | None = None
+        self._failed_here: AttemptId | None = None
         self._finalizing: AttemptId | None = None  # the attempt with finalizers begun here
 
-    def begin_writing(self, storage: Storage, accepted: Accepted, draft: Draft, hear: Hear) -> None:
+    def launch_share(
+        self, storage: Storage, accepted: Accepted, draft: Draft, check_signals: CheckSignals
+    ) -> None:
         """Stage and fork. An error here is carried: the attempt fails at the next exchange.
 
-        A rank that writes none of the parts has no writer. ``hear``: see ``Share.write``.
+        A rank that writes none of the parts has no writer. ``check_signals``: see ``Share.write``.
         """
         of, specs = accepted.of, accepted.of_rank(self._rank)
         self._bystander = None if specs else of
@@ -78,20 +80,20 @@ class RankReports:
             late_s = self._config.visibility_timeout_s
             job = RankJob(of, self._rank, self._world_size, location, parts, optional, late_s)
             timeout_s = self._config.writer_timeout_s
-            self._share.write(storage, job, timeout_s, draft, hear)
+            self._share.write(storage, job, timeout_s, draft, check_signals)
         except BaseException as error:  # also torch's; the others must not wait for this rank
             self._share.undo(draft)
-            self.give_up(of, error)
+            self.fail_share(of, error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
 
-    def give_up(self, of: AttemptId, error: BaseException) -> None:
-        """Give up an accepted share: the attempt fails at the next exchange."""
-        failed = not_begun(of, self._rank, words_of(error), reason_of(error))
+    def fail_share(self, of: AttemptId, error: BaseException) -> None:
+        """Fail an accepted share: the attempt fails at the next exchange."""
+        failed = not_begun(of, self._rank, message_of(error), reason_of(error))
         said = f"step {of.step}: the writer cannot start: {failed.detail}"
         say(log.error, "fork_failed", said, exc_info=error, step=of.step, rank=self._rank)
         self.report_once(failed)
-        self._given_up = of
+        self._failed_here = of
 
     def note_due(self, view: View) -> None:
         """Put all reports that are due into the outbox, anew in each round: an interrupt loses none."""
@@ -103,13 +105,13 @@ class RankReports:
         for of, state in view.unfinished.items():
             if self.is_orphan(of, state, view):
                 self.report_once(not_begun(of, self._rank, INTERRUPTED))
-                self._given_up = of
-        self._report_gone()  # last: an attempt's failure comes before the end of its writer
+                self._failed_here = of
+        self._report_exits()  # last: an attempt's failure comes before the end of its writer
 
     def is_orphan(self, of: AttemptId, state: State, view: View) -> bool:
-        """True of an accepted attempt that this rank neither writes nor has given up."""
+        """True of an accepted attempt that this rank neither writes nor has failed."""
         writer = self._share.writer
-        known = (writer.of if writer is not None else None, self._bystander, self._given_up)
+        known = (writer.of if writer is not None else None, self._bystander, self._failed_here)
         return state in _BEGINNING and of not in known and not view.awaiting
 
     def report(self, event: Event) -> None:
@@ -126,12 +128,12 @@ class RankReports:
         writer = self._share.writer
         if writer is not None and writer.of == of:
             self._share.drop()
-        elif of not in (*self._share.dying, self._bystander):
+        elif of not in (*self._share.exiting, self._bystander):
             self.report_once(WriterGone(of, self._rank))
-        self._report_gone()
+        self._report_exits()
 
-    def _report_gone(self) -> None:
-        for of in self._share.gone():
+    def _report_exits(self) -> None:
+        for of in self._share.exited():
             self.report_once(WriterGone(of, self._rank))
 
     def taken(self, events: Sequence[Event]) -> None:
@@ -182,7 +184,7 @@ class RankReports:
         error, leaving = "", None
         try:
             work()
-        except (KeyboardInterrupt, SystemExit) as problem:  # raised once the others have heard
+        except (KeyboardInterrupt, SystemExit) as problem:  # raised once the others know of it
             error, leaving = "interrupted", problem
         except BaseException as problem:  # torch's CheckpointException is one
             error = f"{name}: {describe(problem)}"

@@ -167,18 +167,18 @@ class Restorer:
         The content of the files in ``later`` is not looked at. A disk that cannot be read is not
         damage: that raises, and nothing is withdrawn.
         """
-        look = partial(self._verify_share, located, later)
-        share = self._everywhere(located.step, self._start, look)
-        self._await(share)
-        return first_problem(self.transport, self._everywhere(located.step, share.result))
+        look = partial(self._verify_portion, located, later)
+        verifying = self._everywhere(located.step, self._start, look)
+        self._await(verifying)
+        return first_problem(self.transport, self._everywhere(located.step, verifying.result))
 
-    def _await(self, share: Pending[str]) -> None:
-        """Wait until every rank has verified its share; meanwhile the ranks keep exchanging flags.
+    def _await(self, verifying: Pending[str]) -> None:
+        """Wait until every rank has verified its portion; meanwhile the ranks keep exchanging flags.
 
         An interrupt of one rank ends the wait on all of them.
         """
         for pause in pauses():
-            waits = [not share.done()]
+            waits = [not verifying.done()]
             if not any(self.calls.agree(self.transport.any_flags, waits, "verified a checkpoint")):
                 return
             self.ports.clock.sleep(pause)
@@ -186,30 +186,30 @@ class Restorer:
     def _start(self, work: Callable[[], str]) -> Pending[str]:
         """Begin on another thread: a rank may not be silent for so long."""
         executor = self.ports.executor()
-        share = executor.submit(partial(_fault_found_by, work))
+        verifying = executor.submit(partial(_fault_found_by, work))
         executor.shutdown()
-        return share
+        return verifying
 
-    def _verify_share(self, located: Located, later: Collection[str]) -> str:
-        """Verify this rank's share of the files, so that verification scales with ranks."""
+    def _verify_portion(self, located: Located, later: Collection[str]) -> str:
+        """Verify this rank's portion of the files, so that verification scales with ranks."""
         if located.problem:
             return located.problem
         if self.config.verify == "none" or not located.files:
             return ""
-        share = located.files[self.transport.rank :: self.transport.world_size]
-        problem = self._sizes(located, share)
+        portion = located.files[self.transport.rank :: self.transport.world_size]
+        problem = self._sizes(located, portion)
         if not problem and self.transport.rank == 0:
             problem = check_extra_shards(self.storage, located.directory, located.files)
         if not problem and self.config.verify == "digests":
-            now = [entry for entry in share if entry.name not in later]
+            now = [entry for entry in portion if entry.name not in later]
             problem = check_digests(self.storage, located.directory, now)
         return problem
 
-    def _sizes(self, located: Located, share: Sequence[FileEntry]) -> str:
+    def _sizes(self, located: Located, portion: Sequence[FileEntry]) -> str:
         """Check sizes. Rank 0 saw all files; other hosts may see a name late, and wait for it."""
         late = self.config.visibility_timeout_s if self.transport.rank else 0.0
         deadline, pause = self.ports.clock.monotonic() + late, pauses()
-        while problem := check_sizes(self.storage, located.directory, share):
+        while problem := check_sizes(self.storage, located.directory, portion):
             if self.ports.clock.monotonic() >= deadline:
                 break
             self.ports.clock.sleep(next(pause))
@@ -241,18 +241,18 @@ class Restorer:
 
     def _read(self, step: int, verified: _Verified) -> None:
         """Read this rank's files into its state. ``_FoundDamaged`` if any rank found a bad one."""
-        share, failure = _attempt(self._start, partial(_read_whole, verified))
+        verifying, failure = _attempt(self._start, partial(_read_whole, verified))
         try:
             self._agree_that_none_failed(step, failure)
-            assert share is not None
-            self._await(share)
+            assert verifying is not None
+            self._await(verifying)
         except BaseException:  # the state must not change behind the caller's back
             if verified.reading is not None:
                 verified.reading.stop()
-            if share is not None:
-                share.exception()
+            if verifying is not None:
+                verifying.exception()
             raise
-        problem = first_problem(self.transport, self._everywhere(step, share.result))
+        problem = first_problem(self.transport, self._everywhere(step, verifying.result))
         if problem:
             raise _FoundDamaged(problem)
 
@@ -328,7 +328,7 @@ def _attempt(
     """The result of ``work`` and None, or None and its error."""
     try:
         return work(*arguments, **keywords), None
-    except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
+    except BaseException as error:  # torch's CheckpointException is one; all ranks must learn of it
         return None, error
 
 

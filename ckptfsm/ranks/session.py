@@ -90,7 +90,7 @@ class Session:
         self._participant = Participant(
             ports, config, self._client, self._one_call, hooks, self._share, self.writers
         )
-        self._client.on_reports = self._participant.show.hear
+        self._client.on_reports = self._participant.display.note_reports
         self._gone = False
         self._jobs: JobsBeside | None = None
         self._storage: Storage
@@ -139,12 +139,12 @@ class Session:
         if first:
             raise raised or RankFailed(f"another rank could not open the root: {first}")
         self._recovery, view, _, _ = answer.value
-        self._participant.begin(view, answer.update)
+        self._participant.take_opening(view, answer.update)
         mailbox = self._ports.mailbox()
         if mailbox is not None:
-            show = self._participant.show.look
+            draw = self._participant.display.look
             reports_to = self._client.report if self.rank == 0 else None
-            agent = Agent(self._ports.clock, mailbox, reports_to, show)
+            agent = Agent(self._ports.clock, mailbox, reports_to, draw)
             agent.start()
             self._share.agent = agent
         self._note_recovery()
@@ -253,8 +253,8 @@ class Session:
             raise
         finally:
             self._unwatch_signals()
-        if self._participant.owed is not None:
-            raise self._participant.owed
+        if self._participant.retry_error is not None:
+            raise self._participant.retry_error
         self._warn_of_unsaved()
 
     def _warn_of_unsaved(self) -> None:
@@ -465,7 +465,7 @@ class Session:
             raise ManagerClosed(why, file=self._storage.root)
         self._participant.refuse_inside_a_hook()
 
-    # --------------------------------------------------------------------- requests of people
+    # --------------------------------------------------------------------- operator requests
 
     def pin(self, step: int, reason: str = "") -> None:
         """Keep ``step`` from retention until ``unpin`` (collective). ``StepNotFoundError``."""

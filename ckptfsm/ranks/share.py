@@ -20,11 +20,11 @@ from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.comparing import Comparison, Difference
 from ckptfsm.ranks.progress import ShareProgress
 from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, is_about_a_value, propose
-from ckptfsm.writers.plain_files import around, at_path, planned_bytes
+from ckptfsm.writers.plain_files import at_path, planned_bytes, without_inner_parts
 from ckptfsm.writers.rank_writer import RankWriter
 
 INTERRUPTED = "the call that was to write it was interrupted"
-Hear = Callable[[], BaseException | None]
+CheckSignals = Callable[[], BaseException | None]
 
 
 class Proposed(NamedTuple):
@@ -50,7 +50,7 @@ class Share:
         self._ports = ports
         self._config = config
         self.comparison = Comparison(ports.transport, config.ranks_disagree)
-        self._dying: list[RankWriter] = []
+        self._exiting: list[RankWriter] = []
 
     # ------------------------------------------------------------------------------------- the plan
 
@@ -100,35 +100,41 @@ class Share:
         visibility = Visibility(self._ports.clock, self._config.visibility_timeout_s)
         with at_path(storage, location, specs, visibility) as path:
             staged = draft.stage(path, specs, accepted.planned)
-        return tuple(around(job, accepted.parts) for job in staged)
+        return tuple(without_inner_parts(job, accepted.parts) for job in staged)
 
     def write(
-        self, storage: Storage, job: RankJob, timeout_s: float, draft: Draft | None, hear: Hear
+        self,
+        storage: Storage,
+        job: RankJob,
+        timeout_s: float,
+        draft: Draft | None,
+        check_signals: CheckSignals,
     ) -> None:
         """Launch the writer, and return when the trainer's next call may be made.
 
         ``timeout_s`` is the writer's time. ``draft`` holds the data of the job; None if it has none.
-        ``hear`` runs the signal handlers that wait. The exception of one ends the wait for the copy.
+        ``check_signals`` runs the signal handlers that wait. The exception of one ends the wait
+        for the copy.
         """
         self.finalizers = [] if draft is None else draft.finalizers()
         deadline = self._ports.clock.monotonic() + timeout_s
         launch = self._ports.launch
         self.writer = RankWriter(storage, job, launch=launch, deadline=deadline, draft=draft)
-        self.writer.begin()
+        self.writer.check_launch()
         total = planned_bytes(job.parts) or (draft.expected_bytes if draft is not None else None)
         self.progress.follow(self.writer, total or None)
         if self.agent is not None:
-            self.agent.begin(self.writer)
+            self.agent.watch(self.writer)
         if draft is None:
             return
         if self.writer.must_wait:
-            self.await_copy(hear)
+            self.await_copy(check_signals)
         self._ports.driver.accept()
 
     def stand_by(self) -> None:
         """Take part in a save of which this rank writes nothing."""
         if self.agent is not None:
-            self.agent.begin(None)
+            self.agent.watch(None)
         self._ports.driver.accept()
 
     def undo(self, draft: Draft | None) -> None:
@@ -138,10 +144,10 @@ class Share:
         if draft is not None:
             draft.let_go()
 
-    def await_copy(self, hear: Hear) -> None:
+    def await_copy(self, check_signals: CheckSignals) -> None:
         """Wait until the writer needs the trainer's data no more; its deadline bounds the wait."""
         if self.writer is not None:
-            self.writer.await_copy(self._ports.clock, hear)
+            self.writer.await_copy(self._ports.clock, check_signals)
 
     def reports(self) -> list[Event]:
         """The writer's reports so far, again at every call."""
@@ -159,37 +165,37 @@ class Share:
     def forget(self) -> None:
         """Drop the writer: the save is over for this rank."""
         if self.agent is not None:
-            self.agent.rest()
+            self.agent.pause()
         self.progress.end()
         self.writer, self.finalizers = None, []
 
     def drop(self, timeout_s: float = 0.0) -> None:
-        """End the writer, if there is one, and look after it until it is gone: see ``gone``.
+        """End the writer, if there is one, and look after it until it is gone: see ``exited``.
 
         ``timeout_s`` is the time to wait for that here.
         """
         writer = self.writer
         if writer is None:
             return
-        if writer not in self._dying:  # first: an interrupt here must not lose it
-            self._dying.append(writer)
+        if writer not in self._exiting:  # first: an interrupt here must not lose it
+            self._exiting.append(writer)
         self.forget()
         writer.kill(timeout_s)
 
-    def gone(self) -> Iterator[AttemptId]:
+    def exited(self) -> Iterator[AttemptId]:
         """The attempts whose dropped writers are certainly gone by now, each once.
 
         One that the caller did not get to take is given again.
         """
-        for writer in list(self._dying):
+        for writer in list(self._exiting):
             if writer.kill(timeout_s=0.0):
                 yield writer.of
-                self._dying.remove(writer)
+                self._exiting.remove(writer)
 
     @property
-    def dying(self) -> tuple[AttemptId, ...]:
+    def exiting(self) -> tuple[AttemptId, ...]:
         """The attempts of dropped writers that may still write."""
-        return tuple(writer.of for writer in self._dying)
+        return tuple(writer.of for writer in self._exiting)
 
 
 def not_begun(of: AttemptId, rank: int, why: str, reason: str = "fork_failed") -> Failed:

@@ -1,1 +1,1 @@
-"""The lives of a root's checkpoints, for people. Decides nothing, and writes nothing to the root."""
+"""The lives of a root's checkpoints, for display. Decides nothing, and writes nothing to the root."""

@@ -1,4 +1,4 @@
-"""A root in lines for people: its checkpoints, one step, its directories."""
+"""A root as text: its checkpoints, one step, its directories."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MEANING: Mapping[str, str] = MappingProxyType(
         STAGING: "saves in flight",
         TRASH: "given up, deleted a little at a time",
         QUARANTINE: "withdrawn, never deleted by itself",
-        INBOX: "requests of people to the owner",
+        INBOX: "operator requests to the owner",
         ANSWERS: "the owner's answers to them",
         PINS: "steps that people keep",
         READERS: "steps that readers hold",

@@ -68,7 +68,7 @@ class InlineChunks:
         fill(self._view, slices, self._memory)
         return Chunk(self._view, _nothing)
 
-    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
+    def cancel(self, images: Sequence[Image], error: BaseException) -> None:
         """Nothing is filled that is not asked for."""
 
 
@@ -225,7 +225,7 @@ class ImagePart(PartJob):
                 try:
                     files = tuple(threads.map(write, self.images))
                 except BaseException as error:  # no thread for a file: the others need its buffers
-                    source.give_up(self.images, error)
+                    source.cancel(self.images, error)
                     raise
         for directory in self.made:
             storage.fsync_dir(join(location, directory))
@@ -237,5 +237,5 @@ class ImagePart(PartJob):
         try:
             return write_image(storage, location, image, source)
         except BaseException as error:  # the other files of the part, and later parts, need buffers
-            source.give_up(self.images, error)
+            source.cancel(self.images, error)
             raise

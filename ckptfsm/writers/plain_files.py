@@ -87,7 +87,7 @@ class TreePart(PartJob):
 
 
 @dataclass(frozen=True, slots=True)
-class UnmadePart(PartJob):
+class LeftOutPart(PartJob):
     """An optional part whose ``make`` raised: only the receipt is written, with the reason."""
 
     name: str
@@ -110,7 +110,7 @@ def planned_bytes(parts: Iterable[PartJob]) -> int | None:
             return None
         if isinstance(part, FilePart):
             total += len(part.data)
-        total += sum(image.size for share in part.shares for image in share.images)
+        total += sum(image.size for part_job in part.part_jobs for image in part_job.images)
     return total
 
 
@@ -147,7 +147,7 @@ def make_inside(location: str, directory: str) -> str:
     return str(path)
 
 
-def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
+def without_inner_parts(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
     """Exclude the directories of other parts from a tree of files around them."""
     if not isinstance(job, TreePart):
         return job
@@ -157,7 +157,7 @@ def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
     return replace(job, skip=(*skip, *(() if base else (PRIVATE,))))
 
 
-def stage_tree(spec: PartSpec, tree: FileTree, location: str, rank: int) -> TreePart | UnmadePart:
+def stage_tree(spec: PartSpec, tree: FileTree, location: str, rank: int) -> TreePart | LeftOutPart:
     """Let the trainer write the files of a tree. ``location`` is the step's absolute directory.
 
     An exception of ``make`` passes, unless the part is optional.
@@ -171,7 +171,7 @@ def stage_tree(spec: PartSpec, tree: FileTree, location: str, rank: int) -> Tree
     except BaseException as error:  # torch's CheckpointException is one
         if not spec.optional:
             raise
-        return UnmadePart(spec.name, spec.directory, describe(error))
+        return LeftOutPart(spec.name, spec.directory, describe(error))
     return TreePart(spec.name, spec.directory)
 
 

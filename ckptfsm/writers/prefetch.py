@@ -84,7 +84,7 @@ class Prefetch:
             raise found
         return found
 
-    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
+    def cancel(self, images: Sequence[Image], error: BaseException) -> None:
         with self._lock:
             self._given_up |= {image.name for image in images}
             for image in images:

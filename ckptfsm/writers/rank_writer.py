@@ -27,7 +27,7 @@ from ckptfsm.core.ports import (
     Clock,
     Draft,
     Launch,
-    NotGone,
+    LaunchInterrupted,
     Outcome,
     PartJob,
     RankJob,
@@ -70,19 +70,19 @@ def write_rank(
     job: RankJob,
     source: ChunkSource | None = None,
     *,
-    await_word: Callable[[], object] | None = None,
+    await_confirmation: Callable[[], object] | None = None,
     count: Count | None = None,
     clock: Clock | None = None,
 ) -> list[tuple[str, int, Any]]:
     """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
 
-    ``source`` reads the images. ``await_word`` returns when the receipts may be written, which must not
-    vouch for a torn copy; nothing tears that of a forked child. ``count`` is told the bytes of the
-    shards while they are written.
+    ``source`` reads the images. ``await_confirmation`` returns when the receipts may be written,
+    which must not vouch for a torn copy; nothing tears that of a forked child. ``count`` is told
+    the bytes of the shards while they are written.
     """
     if source is not None:
-        for share in job.shares:
-            share.read_from(source)
+        for part_job in job.part_jobs:
+            part_job.read_from(source)
     visibility = Visibility(clock or SystemClock(), job.visibility_timeout_s)
     visibility.require(storage, _made_by_coordinator(job.of, job.location))
     storage = visibility.of_directories(storage)
@@ -95,8 +95,8 @@ def write_rank(
         else:
             result = _write_part(shards, job, part)
         written.append((part, result))
-    if await_word is not None:
-        await_word()
+    if await_confirmation is not None:
+        await_confirmation()
     told = []
     for part, result in written:
         put_receipt(storage, job, part, result)
@@ -116,7 +116,9 @@ def _try_part(storage: Storage, job: RankJob, part: PartJob, source: ChunkSource
         return _write_part(storage, job, part)
     except BaseException as error:  # also torch's; nothing above catches in this child
         if source is not None:  # the next part needs the buffers
-            source.give_up([image for share in part.shares for image in share.images], error)
+            source.cancel(
+                [image for part_job in part.part_jobs for image in part_job.images], error
+            )
         return Written((), dropped=describe(error) or type(error).__name__)
 
 
@@ -161,13 +163,13 @@ def _require_mark(storage: Storage, of: AttemptId, location: str) -> None:
 
 
 def no_signal() -> None:
-    """Hear no signal: the handlers wait for the end of the call."""
+    """No check for signals: their handlers wait for the end of the call."""
 
 
 class RankWriter:
     """A rank's writer as its trainer sees it: launched once, polled, killed at its deadline.
 
-    Keep it before ``begin``, which may raise: until ``kill`` returns True, its process may write.
+    Keep it before ``check_launch``, which may raise: until ``kill`` returns True, its process may write.
     ``draft`` holds the data of the job, until the writer ``has_copy``; None if it has none. ``ended_at``
     is when the writer's end was seen, ``durable_bytes`` the size of its shards if all are durable then.
     """
@@ -192,17 +194,17 @@ class RankWriter:
         self._end: tuple[Event, ...] | None = None
         self._draft = draft
         self._copying = job.copying
-        self._lent = job.lent
+        self._mutable = job.mutable
         self._lock = threading.RLock()  # an agent's thread looks too
         self.has_copy = False
         self._broken_off: BaseException | None = None
         self.process: WriterProcess
         try:
             self.process = launch(storage, job)
-        except NotGone as error:
+        except LaunchInterrupted as error:
             self.process, self._broken_off = error.process, error.reason
 
-    def begin(self) -> None:
+    def check_launch(self) -> None:
         """Look at the copy for the first time. Raises the error that broke the launch off."""
         if self._broken_off is not None:
             raise self._broken_off
@@ -247,7 +249,7 @@ class RankWriter:
         return self.process.must_wait
 
     def before_update(
-        self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal
+        self, clock: Clock, check_signals: Callable[[], BaseException | None] = no_signal
     ) -> None:
         """Return when the trainer may change its data, or the writer failed.
 
@@ -257,15 +259,15 @@ class RankWriter:
             copying = self._copying
             if copying is not None and not self.has_copy:
                 copying.order_updates()
-        if copying is None or (self._lent and not copying.host_copied):
-            self.await_copy(clock, hear)
+        if copying is None or (self._mutable and not copying.host_copied):
+            self.await_copy(clock, check_signals)
 
     def await_copy(
-        self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal
+        self, clock: Clock, check_signals: Callable[[], BaseException | None] = no_signal
     ) -> None:
         """Wait until the trainer may change its data, or the writer failed; its deadline bounds it.
 
-        ``hear`` runs the signal handlers that wait. The exception of one ends the wait.
+        ``check_signals`` runs the signal handlers that wait. The exception of one ends the wait.
         """
         while not self.has_copy:
             with self._lock:
@@ -273,7 +275,7 @@ class RankWriter:
             self.poll(clock.monotonic())
             if self._end is not None:
                 return
-            interruption = hear()
+            interruption = check_signals()
             if interruption is not None:
                 raise interruption
 
@@ -281,7 +283,7 @@ class RankWriter:
         """The last reports of a writer that ended or missed its deadline, else None."""
         outcome = self.process.poll()
         if outcome is not None:
-            return self._judge(outcome)
+            return self._reports_of(outcome)
         if now < self._deadline:
             return None
         where = self.process.whereabouts()
@@ -307,7 +309,7 @@ class RankWriter:
         """Raise ``StorageError`` if the directory, where finalizers write, is another attempt's."""
         _require_mark(self._storage, self.of, self._location)
 
-    def _judge(self, outcome: Outcome) -> tuple[Event, ...]:
+    def _reports_of(self, outcome: Outcome) -> tuple[Event, ...]:
         """The reports of a writer that ended: a success needs exit code, payload and all receipts."""
         rank, size = self._rank, self._world_size
         if not outcome.succeeded:
@@ -337,7 +339,7 @@ class RankWriter:
 
 
 def missed_deadline(whereabouts: str) -> str:
-    """The reason of a missed deadline for people, with the place of the hang: a disk, or a lock."""
+    """The reason of a missed deadline, with the place of the hang: a disk, or a lock."""
     return "its writer missed its deadline" + (f" at {whereabouts}" if whereabouts else "")
 
 

@@ -26,13 +26,15 @@ class Range(NamedTuple):
     size: int
 
 
-def ranges_of(memory: Iterable[Memory], *, lent_only: bool = False) -> list[Range]:
+def ranges_of(memory: Iterable[Memory], *, mutable_only: bool = False) -> list[Range]:
     """These pieces of memory, each byte once, in the order of addresses.
 
-    ``lent_only``: without memory that the trainer cannot change.
+    ``mutable_only``: without memory that the trainer cannot change.
     """
     found: list[Range] = []
-    for address, size in sorted((m.address, m.size) for m in memory if m.lent or not lent_only):
+    for address, size in sorted(
+        (m.address, m.size) for m in memory if m.mutable or not mutable_only
+    ):
         start, end = address, address + size
         if found and start < found[-1].address + found[-1].size:  # tensors that share memory
             start, before = found.pop()

@@ -29,7 +29,7 @@ from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.images import CHUNK_BYTES
 from ckptfsm.core.layout import STAGING, receipt_name
-from ckptfsm.core.ports import NotGone, Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.core.ports import LaunchInterrupted, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, ranges_of
@@ -48,7 +48,7 @@ Mode = Literal["auto", "eager", "gated"]
 _PROBE_BYTES = 64
 _ARENA_BUFFER_BYTES = 20 << 20  # no trainer waits until an arena was read
 _KILL_WAIT_S = 5.0
-_MOST_LENT = 200
+_MOST_SEGMENTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,20 @@ class WriteEngineSettings:
 class WriteEngine:
     """``ports.Launch`` with a persistent process. ``close`` it with its manager.
 
-    ``hear`` runs the signal handlers that wait. If it returns an exception, a launch ends its process
-    and raises it.
+    ``check_signals`` runs the signal handlers that wait. If it returns an exception, a launch ends
+    its process and raises it.
     """
 
-    hear: Callable[[], BaseException | None]
+    check_signals: Callable[[], BaseException | None]
 
     def __init__(self, settings: WriteEngineSettings) -> None:
-        self.hear = no_signal
+        self.check_signals = no_signal
         self._settings = settings
         self._process: Spawned | None = None
         self._greeted = False
         self._refused = ""
         self._gate = False
-        self._lent: list[SharedSegment] = []
+        self._segments: list[SharedSegment] = []
         self._arena: Arena | None = None  # with no copy that is still read
         self._taking = threading.Lock()  # of the arena: agents end jobs on their threads
         self._running: weakref.WeakSet[WriteJob] = weakref.WeakSet()
@@ -123,13 +123,13 @@ class WriteEngine:
         self._gate = self._settings.mode != "eager"
 
     @property
-    def may_lend(self) -> bool:
-        """True if another segment can be lent: a message has room for so many descriptors."""
-        return len(self._lent) < _MOST_LENT
+    def may_add_segment(self) -> bool:
+        """True if another segment can be added: a message has room for so many descriptors."""
+        return len(self._segments) < _MOST_SEGMENTS
 
-    def lend(self, segment: SharedSegment) -> None:
+    def add_segment(self, segment: SharedSegment) -> None:
         """Read the state in this segment through its descriptor, and close it with the engine."""
-        self._lent.append(segment)
+        self._segments.append(segment)
 
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Copies the state first, if the trainer may change it from then on."""
@@ -163,23 +163,23 @@ class WriteEngine:
         if process is None:
             return launch_forked(storage, job)
         receipts = [f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts]
-        again = partial(self._begin_again, give, storage, receipts)
+        again = partial(self._restart, give, storage, receipts)
         running = WriteJob(
             process,
             job,
             reading,
-            take_back=self.take_back,
-            take_back_arena=self.take_back_arena,
+            reuse_process=self.reuse_process,
+            reuse_arena=self.reuse_arena,
             later=partial(give, process) if copying is not None else None,
             again=again if _may_restart(job) else None,
         )
         self._running.add(running)
         if broken_off is not None:
             running.kill(0.0)
-            raise NotGone(running, broken_off)
+            raise LaunchInterrupted(running, broken_off)
         try:
             if copying is not None:
-                copying.host_copied = not reading.lent
+                copying.host_copied = not reading.mutable
                 if not self._gate:
                     copying.order_updates()
         except BaseException:  # of the accelerator, so the process has no order yet
@@ -189,10 +189,10 @@ class WriteEngine:
 
     def _reading(self, job: RankJob, ranges: Sequence[Range]) -> MemoryRoute | None:
         """The way to the memory of a job; None if only a fork is left."""
-        lent = ranges_of(job.memory, lent_only=True)
+        mutable = ranges_of(job.memory, mutable_only=True)
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
         # check afterwards finds every change: many are not counted, or end before the first reading.
-        early = early_of(job.memory, lent) if self._gate else lent
+        early = early_of(job.memory, mutable) if self._gate else mutable
         needed = sum(image.chunk_count for image in job.images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
         copied = early if self._gate or self._settings.mode != "gated" else []
@@ -203,7 +203,7 @@ class WriteEngine:
             copied = [
                 each
                 for each in ranges
-                if each in changing or not any(s.holds(*each) for s in self._lent)
+                if each in changing or not any(s.holds(*each) for s in self._segments)
             ]
         arena, copies = self._copied(copied) if copied else (None, [])
         if arena is None and self._refused and copied:
@@ -218,8 +218,8 @@ class WriteEngine:
         others = [each for each in ranges if each not in taken]
         return MemoryRoute(
             buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
-            lent=not taken.issuperset(lent),
-            segments=tuple(s for s in self._lent if any(s.holds(*each) for each in others)),
+            mutable=not taken.issuperset(mutable),
+            segments=tuple(s for s in self._segments if any(s.holds(*each) for each in others)),
             arena=arena,
             whole=not others,
             must_wait=bool(early) and arena is None,
@@ -246,7 +246,7 @@ class WriteEngine:
         held = 0 if arena is None else arena.size
         if held < size and not self._affords(size - held):
             if arena is not None:
-                self.take_back_arena(arena)
+                self.reuse_arena(arena)
             return None, []
         if arena is not None and held < size:
             arena.close()  # first: else both are there for a moment
@@ -281,7 +281,7 @@ class WriteEngine:
             process = self._take_process()
             try:
                 order = partial(give, process, again=again)
-                problem = self._begun(process, order, _share(deadline, last=last))
+                problem = self._begun(process, order, _deadline_of_try(deadline, last=last))
             except BaseException as error:  # a Ctrl-C
                 if process.kill():
                     raise
@@ -311,13 +311,13 @@ class WriteEngine:
             pickle.dumps(job),  # now: the order must not keep the trainer's objects
             reading.buffer_bytes,
             self._settings.nice,
-            twice=self._settings.twice and reading.lent,
+            twice=self._settings.twice and reading.mutable,
             segments=len(reading.sources),
             spans=reading.spans,
             counted=reading.count is not None,
         )
 
-    def _begin_again(
+    def _restart(
         self, give: Callable[..., None], storage: Storage, receipts: Sequence[str]
     ) -> Spawned | None:
         """Another process with the job of one that is dead; None if that has put a receipt.
@@ -350,7 +350,7 @@ class WriteEngine:
                 return False
             process = self._take_process()
             last = last or not self._greeted  # a new process takes its time
-            problem = self._greeting(process, _share(deadline, last=last))
+            problem = self._greeting(process, _deadline_of_try(deadline, last=last))
             if not problem:
                 self._process = process
                 return True
@@ -392,7 +392,7 @@ class WriteEngine:
             # a large order takes longer
             if time.monotonic() > max(deadline, process.sent_at + left):
                 return None, f"it does not answer, at {process.whereabouts()}"
-            interruption = self.hear()
+            interruption = self.check_signals()
             if interruption is not None:
                 raise interruption
 
@@ -423,22 +423,22 @@ class WriteEngine:
 
     @property
     def _without_copy(self) -> str:
-        """The way of a save that gets no memory for a copy, for people."""
+        """The way of a save that gets no memory for a copy, for display."""
         if self._refused:
             return "the writer is forked"
         return "save waits until the writer has read the state"
 
-    def take_back(self, process: Spawned, inconsiderate: str) -> None:
+    def reuse_process(self, process: Spawned, nice_refused: str) -> None:
         """Use a process again: its job is done. See ``write_process.Done``."""
-        if inconsiderate:
-            said = f"writer_nice={self._settings.nice} has no effect: {inconsiderate}"
-            self._say_once("nice_refused", said, error=inconsiderate)
+        if nice_refused:
+            said = f"writer_nice={self._settings.nice} has no effect: {nice_refused}"
+            self._say_once("nice_refused", said, error=nice_refused)
         if self._process is None and process.is_of_this_user:
             self._process, self._greeted = process, True
         else:
             process.kill(0.0)
 
-    def take_back_arena(self, arena: Arena) -> None:
+    def reuse_arena(self, arena: Arena) -> None:
         """Use an arena again: the process that read it is done, or dead."""
         with self._taking:
             kept, self._arena = self._arena, arena
@@ -457,19 +457,19 @@ class WriteEngine:
         """End all processes, and close the segments."""
         for running in list(self._running):
             running.kill(timeout_s)
-        for segment in self._lent:
+        for segment in self._segments:
             segment.close()
         arena = self._take_arena()
         if arena is not None:
             arena.close()
-        self._lent = []
+        self._segments = []
         process, self._process = self._process, None
         if process is not None:
             process.close()
             process.kill(timeout_s)
 
 
-def _share(deadline: float, *, last: bool) -> float:
+def _deadline_of_try(deadline: float, *, last: bool) -> float:
     """The time until which a process may answer: the first leaves most of it for another's start."""
     now = time.monotonic()
     return deadline if last else now + (deadline - now) / 3

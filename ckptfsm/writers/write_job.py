@@ -15,7 +15,7 @@ from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import WriterDied, describe
 from ckptfsm.core.ports import ChildError, Outcome, RankJob
 from ckptfsm.writers.trainers_memory import Arena
-from ckptfsm.writers.write_process import Confirm, Done, JobEnded, OrderAccepted, Taken
+from ckptfsm.writers.write_process import Confirm, Done, JobEnded, MemoryRead, OrderAccepted
 
 log = logging.getLogger("ckptfsm")
 
@@ -28,14 +28,14 @@ _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 class MemoryRoute:
     """The way in which the process gets the memory of a job.
 
-    ``lent``: the trainer can change some of the memory that the process reads. ``copies`` tell the
+    ``mutable``: the trainer can change some of the memory that the process reads. ``copies`` tell the
     places of memory in the ``arena``. ``whole``: all memory is there. ``must_wait``: the trainer knows
     no gate, and the process reads its memory all the same. ``count`` has the bytes written so far; None
     if the kernel gives no memory for that.
     """
 
     buffer_bytes: int
-    lent: bool
+    mutable: bool
     segments: tuple[SharedSegment, ...] = ()
     arena: Arena | None = None
     whole: bool = False
@@ -57,8 +57,8 @@ class MemoryRoute:
     def spans(self) -> tuple[Span, ...]:
         """The places of all memory that is read through ``sources``."""
         first = len(self.sources) - len(self.segments)
-        lent = (each for n, s in enumerate(self.segments) for each in self._around(s, first + n))
-        return (*self.copies, *lent)
+        direct = (each for n, s in enumerate(self.segments) for each in self._around(s, first + n))
+        return (*self.copies, *direct)
 
     def _around(self, segment: SharedSegment, number: int) -> Iterator[Span]:
         """The spans of a segment, without the places of which there are copies."""
@@ -75,7 +75,7 @@ class MemoryRoute:
 class WriteJob:
     """``ports.WriterProcess``, by the engine's process.
 
-    ``take_back`` and ``take_back_arena`` get the process of a job that is done, and its copy. ``again``
+    ``reuse_process`` and ``reuse_arena`` get the process of a job that is done, and its copy. ``again``
     starts another process, once. ``later`` gives the process its order, once an accelerator's copies
     are made: no fork replaces it, as the state is the trainer's again by then. ``killed``: the trainer
     ended the process, though it may not be gone yet.
@@ -87,15 +87,15 @@ class WriteJob:
         job: RankJob,
         reading: MemoryRoute,
         *,
-        take_back: Callable[[Spawned, str], None],
-        take_back_arena: Callable[[Arena], None],
+        reuse_process: Callable[[Spawned, str], None],
+        reuse_arena: Callable[[Arena], None],
         later: Callable[[], object] | None = None,
         again: Callable[[], Spawned | None] | None = None,
     ) -> None:
-        self._take_back, self._take_back_arena = take_back, take_back_arena
+        self._reuse_process, self._reuse_arena = reuse_process, reuse_arena
         self._process = process
         self._kept: RankJob | None = job  # with its memory, until it was read
-        self._lent, self._arena, self._whole = reading.lent, reading.arena, reading.whole
+        self._mutable, self._arena, self._whole = reading.mutable, reading.arena, reading.whole
         self._counting = reading.count  # open as long as another process may need it
         self._count: SharedCount | None = None
         if reading.count is not None:
@@ -115,7 +115,7 @@ class WriteJob:
     def holds_copy(self) -> bool:
         """True once the trainer can change nothing that the process still has to read."""
         self._listen(0.0)
-        return self._taken or (self._ordered and not self._lent)
+        return self._taken or (self._ordered and not self._mutable)
 
     def await_copy(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -211,11 +211,11 @@ class WriteJob:
             time.sleep(timeout_s)  # it cannot have the order, and another process gets that
             return
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
-            if isinstance(message, Taken):
+            if isinstance(message, MemoryRead):
                 self._taken, self._kept = True, None
             elif isinstance(message, Done):
                 self._end(Outcome(0, message.payload, complete=True))
-                self._take_back(self._process, message.inconsiderate)
+                self._reuse_process(self._process, message.nice_refused)
             elif isinstance(message, JobEnded):
                 self._failure = Outcome(1, error=message.error)
             elif isinstance(message, OrderAccepted):
@@ -260,7 +260,7 @@ class WriteJob:
         self._outcome, self._kept = outcome, None
         arena, self._arena = self._arena, None
         if arena is not None:
-            self._take_back_arena(arena)
+            self._reuse_arena(arena)
         if self._counting is not None:
             self._counting.close()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
-from ckptfsm.adapters.fork import told_of
+from ckptfsm.adapters.fork import child_error
 from ckptfsm.adapters.memory import MemoryOf, take_now
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Span, SpanReader, read_segment
@@ -80,7 +80,7 @@ class OrderAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class MemoryRead:
     """All bytes of the trainer's memory are read: the trainer may change it."""
 
 
@@ -93,11 +93,11 @@ class Confirm:
 class Done:
     """The job is durable: (part, bytes, payload) for each part.
 
-    ``inconsiderate``: "", or the reason why the process takes its full share of the processor.
+    ``nice_refused``: "", or the reason why the process takes its full share of the processor.
     """
 
     payload: list[tuple[str, int, object]]
-    inconsiderate: str = ""
+    nice_refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Server:
                 elif isinstance(message, WriteOrder):
                     # Before the job is unpickled: a share of a group imports torch, for seconds.
                     channel.send(OrderAccepted())
-                    self._begin(message, channel.take_fds())
+                    self._start_job(message, channel.take_fds())
                 elif isinstance(message, Confirm):
                     self._confirmed.set()
 
@@ -144,7 +144,7 @@ class Server:
             return describe(error)
         return "" if found == probe.content else "another process was read"
 
-    def _begin(self, order: WriteOrder, fds: list[int]) -> None:
+    def _start_job(self, order: WriteOrder, fds: list[int]) -> None:
         count = SharedCount.of_descriptor(fds.pop()) if order.counted else None
         roots = len(fds) - order.segments
         for fd in fds[:roots]:
@@ -167,12 +167,12 @@ class Server:
             job: RankJob = pickle.loads(order.job)
             order.job = b""  # a part of bytes may be large
             source = Prefetch(
-                [share.images for share in job.shares if share.images],
+                [part_job.images for part_job in job.part_jobs if part_job.images],
                 SpanReader(
                     order.spans, partial(read_segment, segments), MemoryOf(self._trainer.pid)
                 ),
                 Buffers(self._memory(order.buffer_bytes)),
-                partial(self._trainer.channel.send, Taken()),
+                partial(self._trainer.channel.send, MemoryRead()),
                 threads=_THREADS,
                 twice=order.twice,
             )
@@ -183,14 +183,16 @@ class Server:
                 remove_files(storage, job)
                 if count is not None:
                     count.reset()
-            await_word = partial(_await_word, source, confirmed)
-            payload = write_rank(storage, job, source, await_word=await_word, count=count)
+            await_confirmation = partial(_await_confirmation, source, confirmed)
+            payload = write_rank(
+                storage, job, source, await_confirmation=await_confirmation, count=count
+            )
             for fd in segments:
                 os.close(fd)
             if count is not None:
                 count.close()
-        except BaseException as error:  # the trainer must hear of every error
-            self._trainer.channel.send(JobEnded(told_of(error)))
+        except BaseException as error:  # the trainer must learn of every error
+            self._trainer.channel.send(JobEnded(child_error(error)))
             os._exit(1)
         self._trainer.channel.send(Done(payload, self._inconsiderate))
 
@@ -220,7 +222,7 @@ def remove_files(storage: Storage, job: RankJob) -> None:
             remove_staged(storage, join(job.location, name))
 
 
-def _await_word(source: Prefetch, confirmed: threading.Event) -> None:
+def _await_confirmation(source: Prefetch, confirmed: threading.Event) -> None:
     """Wait for the end of the reads, and for the trainer's word that nothing changed meanwhile.
 
     The trainer ends a process that waits too long.

@@ -186,7 +186,7 @@ def do_tick(story: Story, times: str = "1") -> None:
 
 def do_empty(story: Story, pieces: str) -> None:
     """The trash is emptied in the background, so many files at most."""
-    story.said.append(f"deleted {story.job.coordinator._engine.give_space_back(int(pieces))}")
+    story.said.append(f"deleted {story.job.coordinator._applier.give_space_back(int(pieces))}")
 
 
 def do_failing_saves(story: Story, times: str) -> None:

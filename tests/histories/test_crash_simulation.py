@@ -163,8 +163,8 @@ class Controlled:
     def _identity(self) -> Identity:
         return self.job.identity
 
-    def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        return self._said([e for worker in self.workers.values() for e in worker.poll(doomed)])
+    def _ask(self, failed: tuple[AttemptId, ...]) -> list[Event]:
+        return self._said([e for worker in self.workers.values() for e in worker.poll(failed)])
 
     def _said(self, answer: list[Event]) -> list[Event]:
         answer = pickle.loads(pickle.dumps(answer))  # as between processes

@@ -62,7 +62,7 @@ def packages(module: str) -> set[str]:
     return {name.partition(".")[0] for name in imports(module)} - {"ckptfsm"}
 
 
-def room(module: str) -> str:
+def subpackage(module: str) -> str:
     """The folder of a module; "" for a door at the root."""
     return module.partition("/")[0] if "/" in module else ""
 

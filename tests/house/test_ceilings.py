@@ -14,16 +14,16 @@ from types import MappingProxyType
 
 import pytest
 
-from house.source import MODULES, PACKAGE, ROOT, room
+from house.source import MODULES, PACKAGE, ROOT, subpackage
 
-# Lines of the library, by room; "" are the doors at its root.
+# Lines of the library, by subpackage; "" are the doors at its root.
 LINES = MappingProxyType(
     {
         "": 130,
         "adapters": 3540,
         "cli": 1790,
-        "coordinator": 1970,
-        "core": 6700,
+        "coordinator": 1980,
+        "core": 6740,
         "demo": 820,
         "disk": 4500,
         "follow": 1110,
@@ -41,11 +41,11 @@ UNTIL_RETURNED, UNTIL_PRUNED = (340, 58), (540, 72)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen
 
 
-def test_no_room_is_above_its_ceiling():
+def test_no_subpackage_is_above_its_ceiling():
     """Catches: a feature that is added around the others, and takes nothing away."""
     lines: Counter[str] = Counter()
     for module in MODULES:
-        lines[room(module)] += len((PACKAGE / module).read_text().splitlines())
+        lines[subpackage(module)] += len((PACKAGE / module).read_text().splitlines())
     assert lines.keys() == LINES.keys()
     assert {name: count for name, count in lines.items() if count > LINES[name]} == {}
 

@@ -151,10 +151,10 @@ def test_every_fault_is_explained_and_tested():
     assert tested == set(told)
 
 
-def test_the_picture_of_the_rooms_is_that_of_the_imports(tmp_path, monkeypatch):
-    """Catches: a picture that shows an older package, a room that it leaves out."""
+def test_the_picture_of_the_subpackages_is_that_of_the_imports(tmp_path, monkeypatch):
+    """Catches: a picture that shows an older package, a subpackage that it leaves out."""
     folders = {path.parent.name for path in (ROOT / "ckptfsm").glob("*/__init__.py")}
-    assert set(generate_picture.ROOMS) == folders
+    assert set(generate_picture.SUBPACKAGES) == folders
     assert generate_picture.main(["--check"]) == 0
     page = tmp_path / "architecture.md"
     text = generate_picture.PAGE.read_text()

@@ -64,15 +64,21 @@ def test_the_margin_of_the_reference_has_short_names():
     assert re.findall(r"^###+ [\w.]+$", text, re.M) == []
 
 
-def test_the_drawing_has_every_room_and_no_arrow_downward():
-    """Catches: a room that has no box, a box above a room that imports it."""
+def test_the_drawing_has_every_subpackage_and_no_arrow_downward():
+    """Catches: a subpackage that has no box, a box above a subpackage that imports it."""
     graph = generate_picture.imports(ROOT / "ckptfsm")
     floors = generate_picture.floors(graph)
-    height = {room: number for number, rooms in enumerate(floors) for room in rooms}
-    assert set(height) == set(generate_picture.ROOMS)
-    assert all(height[room] > height[other] for room in graph for other in graph[room])
+    height = {
+        subpackage: number
+        for number, subpackages in enumerate(floors)
+        for subpackage in subpackages
+    }
+    assert set(height) == set(generate_picture.SUBPACKAGES)
+    assert all(
+        height[subpackage] > height[other] for subpackage in graph for other in graph[subpackage]
+    )
     drawn = generate_picture.drawing()
-    assert all(f">{room}</text>" in drawn for room in height)
+    assert all(f">{subpackage}</text>" in drawn for subpackage in height)
 
 
 def test_a_second_build_leaves_no_old_page(tmp_path):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-from house.source import MODULES, ROOT, room
+from house.source import MODULES, ROOT, subpackage
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("test_*.py"))
@@ -30,9 +30,11 @@ def test_no_test_module_imports_another():
     assert offenders == []
 
 
-def test_unit_tests_stand_in_the_room_that_they_test():
-    """Catches: a unit test beside the rooms, or in a folder of a room that was renamed."""
-    rooms = {room(module) for module in MODULES}
+def test_unit_tests_stand_in_the_subpackage_that_they_test():
+    """Catches: a unit test beside the subpackages, or in a folder of a subpackage that was renamed."""
+    subpackages = {subpackage(module) for module in MODULES}
     units = [path.relative_to(TESTS / "unit") for path in FILES if TESTS / "unit" in path.parents]
-    assert [str(path) for path in units if len(path.parts) != 2 or path.parts[0] not in rooms] == []
+    assert [
+        str(path) for path in units if len(path.parts) != 2 or path.parts[0] not in subpackages
+    ] == []
     assert [path.name for path in FILES if path.parent == TESTS] == []

@@ -85,7 +85,7 @@ def save_shared(here: Here, root: str, size: int, refuse: bool, **settings: Any)
     return {
         "shared": shared,
         "equal": equal,
-        "gated": [reading.lent for reading in readings],
+        "gated": [reading.mutable for reading in readings],
         "arenas": [reading.arena is not None for reading in readings],
         "segments": [len(reading.segments) for reading in readings],
     }

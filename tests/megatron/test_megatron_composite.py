@@ -62,7 +62,7 @@ def test_groups_under_a_controller_write_steps_that_stock_code_loads(
 ) -> None:
     """Would catch: a part that a controller without torch leaves without its metadata, a writer
     process that cannot complete it, or that waits for a confirmation which is never sent."""
-    controller = Controller(root, {"actor": 2, "critic": 1}, lambda doomed: [], layout="verl")
+    controller = Controller(root, {"actor": 2, "critic": 1}, lambda failed: [], layout="verl")
     save = controller.begin(
         5,
         {"actor": GroupPart("actor"), "critic": GroupPart("critic"), "data.pt": b"position"},

@@ -267,11 +267,11 @@ def test_the_writer_keeps_the_arena_until_it_has_read_it(trainers, fake, caplog)
     assert job.holds_copy
     values = [trainer.large, trainer.small]
     with caplog.at_level("INFO", "ckptfsm"):
-        assert trainer.copies.begin(values) is None
+        assert trainer.copies.new_copy(values) is None
     assert "the last copy is still in use" in caplog.text
     os.kill(job._process.pid, signal.SIGCONT)
     trainer.manager.wait_until_finished()
-    assert trainer.copies.begin(values) is not None
+    assert trainer.copies.new_copy(values) is not None
 
 
 def test_without_pinned_memory_the_host_copies(trainers, fake, caplog):

@@ -2,7 +2,8 @@
 
 Code is compared by its words: names, numbers, strings and signs. Line breaks, indentation, comments and
 the comma that a formatter puts before a closing bracket make no difference. A function is named as in
-``Engine.settle``; a class and a name that is assigned to may stand in its place, "" is the whole module.
+``Applier.settle``; a class and a name that is assigned to may stand in its place, "" is the whole
+module.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     == rollback-without-intent: I8, order
     a crash in the middle undoes the rollback, or half of it
     @ coordinator.coordinator:Coordinator.rollback
-    - self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
+    - self._applier.append(RollbackStarted(to_step=step, at=self._clock.wall()))
     + pass
 
 That is its name, what it breaks and its source; its consequence, where the name does not tell it; and

@@ -371,7 +371,7 @@ def test_a_child_that_hangs_in_its_fork_is_forked_anew(
 
 def test_a_child_that_began_after_all_is_not_forked_twice(monkeypatch: pytest.MonkeyPatch):
     """Catches: a second writer over the files of one that was killed while it wrote."""
-    began = Child.begins
+    began = Child.await_start
 
     def too_late(child: Child, timeout_s: float) -> bool:
         assert began(child, WAIT_S)
@@ -384,7 +384,7 @@ def test_a_child_that_began_after_all_is_not_forked_twice(monkeypatch: pytest.Mo
         forked.append(1)
         return fork()
 
-    monkeypatch.setattr(Child, "begins", too_late)
+    monkeypatch.setattr(Child, "await_start", too_late)
     monkeypatch.setattr(os, "fork", counted)
     outcome = run(threading.Event().wait)
     assert outcome.explain() == "killed by SIGKILL" and len(forked) == 1
@@ -399,7 +399,7 @@ def test_a_child_that_died_is_not_waited_for_where_another_holds_its_pipe():
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     child = Child(pid, read_end)
-    assert child.begins(0.0) is True
+    assert child.await_start(0.0) is True
     assert child.poll() == Outcome(0)
     os.close(inherited)
 
@@ -407,7 +407,7 @@ def test_a_child_that_died_is_not_waited_for_where_another_holds_its_pipe():
 def test_a_child_that_cannot_be_killed_is_not_forked_anew(monkeypatch: pytest.MonkeyPatch):
     """Catches: a child in an uninterruptible sleep that is no longer waited for."""
     kill = Child.kill
-    monkeypatch.setattr(Child, "begins", lambda child, timeout_s: False)
+    monkeypatch.setattr(Child, "await_start", lambda child, timeout_s: False)
     monkeypatch.setattr(Child, "kill", lambda child: False)
     before = set(children_of(os.getpid()))
     child = fork_child(threading.Event().wait, keep=())
@@ -422,7 +422,7 @@ def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     before = set(children_of(os.getpid()))
-    monkeypatch.setattr(Child, "begins", interrupted)
+    monkeypatch.setattr(Child, "await_start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fork_child(threading.Event().wait, keep=())
     assert set(children_of(os.getpid())) <= before

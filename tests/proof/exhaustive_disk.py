@@ -225,7 +225,7 @@ class Journaled(NamedTuple):
 
     checkpoints: tuple[Checkpoint, ...] = ()
     intent: Intent = NO_INTENT
-    given_up: frozenset[Any] = frozenset()  # in the newest segment
+    discarded: frozenset[Any] = frozenset()  # in the newest segment
 
     def state_of(self, of: Any) -> str:
         return next((c.state.value for c in self.checkpoints if c.id == of), "absent")
@@ -234,7 +234,7 @@ class Journaled(NamedTuple):
         """As ``read_history`` would return it."""
         ledger = journal.Ledger({c.id: c for c in self.checkpoints})
         lost = journal.lost_without(ledger, self.intent)
-        known = self.given_up.union(ledger.checkpoints)
+        known = self.discarded.union(ledger.checkpoints)
         return journal.History(ledger, 0.0, (), epoch, self.intent, known, lost=lost)
 
 
@@ -261,15 +261,15 @@ class RecordJournal:
         self._hook("append", (record, essential))
         checkpoints = self.value.checkpoints
         living = {c.id: journal.Replayed(c) for c in checkpoints}
-        intent, given_up = self.value.intent.after(record, living), self.value.given_up
+        intent, discarded = self.value.intent.after(record, living), self.value.discarded
         if isinstance(record, documents.TransitionRecord):
             journal.replay_transition(living, record, self.file, 0)
-            given_up = given_up.union({c.id for c in checkpoints} - living.keys())
+            discarded = discarded.union({c.id for c in checkpoints} - living.keys())
             checkpoints = tuple(plain(living[of].finish()) for of in sorted(living))
         elif isinstance(record, documents.MetricsRecorded):
             journal.replay_metrics(living, record, self.file, 0)
             checkpoints = tuple(plain(living[of].finish()) for of in sorted(living))
-        self.value = Journaled(checkpoints, intent, given_up)
+        self.value = Journaled(checkpoints, intent, discarded)
         self._then(record)
 
     def close(self) -> None:

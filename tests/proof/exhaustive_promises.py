@@ -179,7 +179,7 @@ class Watch:
         top = path.removeprefix(f"{TRASH}/").split("/")[0].split(".tmp")[0]
         trashed = path.startswith(TRASH)
         require(
-            not trashed or layout.is_given_up(top), "I1", f"{path} was not given up, and deleted"
+            not trashed or layout.is_deletable(top), "I1", f"{path} was not given up, and deleted"
         )
         of = layout.parse_attempt(top.removeprefix("gone-"))
         if trashed and of is not None and not run.world.scarred:
@@ -352,7 +352,7 @@ def is_settled(world: World) -> bool:
     """Nothing is left to do, or a person must look (I10)."""
     if world.refused:
         return True
-    if world.live is None or world.live.pending or world.live.retire_due:
+    if world.live is None or world.live.pending or world.live.retention_due:
         return False
     busy = lifecycle.UNFINISHED | {State.PRUNABLE}
     return not any(c.state in busy for c in world.live.checkpoints)
@@ -451,7 +451,7 @@ class Table:
         for policy in policies:
             kept = set(policy.preserve(retention.describe_tracked(ledger)))
             guarded = kept | ledger.pins | ledger.readers | {top}
-            for offer in ledger.prunable(kept):
+            for offer in ledger.to_prune(kept):
                 good = offer.of.step not in guarded and offer.newer_step == top
                 require(good, "I7", f"{policy} lets {offer} go; guarded are {sorted(guarded)}")
             newest = {c.step for c in sorted(tracked, key=lambda c: c.step)[-1:]}

@@ -1,6 +1,6 @@
 """The states of the exhaustive search, and the moves in them.
 
-Production runs as it is: coordinator, engine, publishing, setting aside, evidence, trash, readers'
+Production runs as it is: coordinator, applier, publishing, setting aside, evidence, trash, readers'
 leases, and below them ledger, lifecycle, recovery and retention. Only the environment is modelled
 (``exhaustive_disk``: tree of tokens, record journal, epoch), and the moves of the world: writers,
 damage, crashes. A state is a value; an action loads a coordinator from it, lets it work, and takes
@@ -8,7 +8,7 @@ the new value out.
 
 How an action becomes several transitions:
 
-* ``coordinator/coordinator.py``, ``coordinator/engine.py``, ``disk/publishing.py`` and
+* ``coordinator/coordinator.py``, ``coordinator/applier.py``, ``disk/publishing.py`` and
   ``disk/setting_aside.py`` order it as journal record, effect, next journal record, ... . Each
   storage call that changes the tree and each journal record is a point. A crash before any point is
   a separate transition: durable parts are kept, the rest is gone.
@@ -32,8 +32,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import ckptfsm.coordinator.applier as applier_module
 import ckptfsm.coordinator.coordinator as coordinator_module
-import ckptfsm.coordinator.engine as engine_module
 import ckptfsm.coordinator.opening as opening_module
 import ckptfsm.core.ledger as ledger_module
 import ckptfsm.disk.inspection as evidence_module
@@ -134,7 +134,7 @@ class Live(NamedTuple):
     pins: frozenset[int]
     readers: frozenset[int]
     pending: tuple[Command, ...]
-    retire_due: bool
+    retention_due: bool
     requests: int
 
 
@@ -319,7 +319,7 @@ def production() -> Iterator[None]:
         (ledger_module, "apply", lambda c, e: lifecycle.apply_row(c, e)),
         (evidence_module, "decode", decode),
         (evidence_module, "inspect_stock", inspect_stock),
-        (engine_module, "JournalWriter", lambda storage, epoch: storage.journal),
+        (applier_module, "JournalWriter", lambda storage, epoch: storage.journal),
         (opening_module, "newest_segment", lambda storage: 0),
         (opening_module, "open_root", lambda storage, identity, **options: storage.lease),
         (opening_module, "read_history", history),
@@ -475,29 +475,29 @@ def load(run: Run, scope: Scope) -> Coordinator:
     lease: Any = run.lease
     names = layout.MEGATRON
     assembly_of = partial(Assembly, disk, CLOCK, lease.tag, {}, {}, 0.0, names)
-    engine = engine_module.Engine(
+    applier = applier_module.Applier(
         disk, CLOCK, lease, assembly_of, names, made.news, scope.retention
     )
-    engine.ledger = ledger_module.Ledger(
+    applier.ledger = ledger_module.Ledger(
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
     )
-    engine.pending = live.pending
-    engine.retire_due = live.retire_due
+    applier.pending = live.pending
+    applier.retention_due = live.retention_due
     made._requests = live.requests
-    made._opened, made._ownership = engine, run.lease  # type: ignore[assignment]
+    made._opened, made._ownership = applier, run.lease  # type: ignore[assignment]
     return made
 
 
 def save(coordinator: Coordinator) -> Live:
     """Its memory at this moment."""
-    engine = coordinator._engine
-    ledger = engine.ledger
+    applier = coordinator._applier
+    ledger = applier.ledger
     return Live(
         tuple(plain(ledger.checkpoints[of]) for of in sorted(ledger.checkpoints)),
         frozenset(ledger.pins),
         frozenset(ledger.readers),
-        tuple(dict.fromkeys(engine.pending)),
-        engine.retire_due,
+        tuple(dict.fromkeys(applier.pending)),
+        applier.retention_due,
         coordinator._requests,
     )
 
@@ -522,7 +522,7 @@ def coordinator_actions(world: World, scope: Scope) -> Iterator[Action]:
             yield Action(f"save({step})", lambda c, r=request: c.request(r), "requests")
     for checkpoint in world.live.checkpoints:
         yield from _reports(world, scope, checkpoint)
-    busy = world.live.pending or world.live.retire_due
+    busy = world.live.pending or world.live.retention_due
     trash = world.disk.get(layout.TRASH)
     if busy or (isinstance(trash, Dir) and trash.names):
         yield Action("tick", lambda c: c.tick())

@@ -570,12 +570,12 @@ class Agreement:
     def _offers(self, ledger: Ledger) -> str:
         """The checkpoints that retention may take, if no policy keeps anything (I7)."""
         taker = next(row for row in self.rows if row.event == "superseded")
-        offered = {offer.of for offer in ledger.prunable(())}
+        offered = {offer.of for offer in ledger.to_prune(())}
         for checkpoint in ledger.checkpoints.values():
             offer = ledger.superseded(checkpoint, ())
             scope = scope_of(ledger, offer)
             if (taker.fires(scope) and taker.allowed(scope)) != (checkpoint.id in offered):
-                return f"Ledger.prunable: {offer} is offered: {checkpoint.id in offered}"
+                return f"Ledger.to_prune: {offer} is offered: {checkpoint.id in offered}"
         return ""
 
 

@@ -231,7 +231,7 @@ class LedgerMachine(RuleBasedStateMachine):
         except RuntimeError:
             return
         top = self.ledger.latest()
-        for offer in self.ledger.prunable(preserved):
+        for offer in self.ledger.to_prune(preserved):
             assert offer.of.step not in self.ledger.pins | self.ledger.readers, "I7: protected"
             assert offer.of != top.id and offer.newer_step == top.step, "I7: the latest offered"
             assert offer.of.step not in preserved, "a policy was not obeyed"

@@ -341,7 +341,7 @@ def _live(work: Callable[[int, Tell], None], pipe: int) -> None:
 
     try:
         work(pipe, tell)
-    except BaseException:  # whatever it is, the parent must hear of it
+    except BaseException:  # whatever it is, the parent must learn of it
         tell(crashed=traceback.format_exc()[-3000:])
     finally:
         os._exit(0)

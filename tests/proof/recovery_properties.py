@@ -40,7 +40,7 @@ def is_whole(checkpoint: Checkpoint, evidence: Evidence) -> bool:
 
 
 class Played:
-    """A ledger and evidence on which decisions are carried out as the engine does."""
+    """A ledger and evidence on which decisions are carried out as the applier does."""
 
     def __init__(self, ledger: Ledger, evidence: Evidence) -> None:
         self.ledger = ledger
@@ -228,11 +228,11 @@ def retention_never_takes_what_is_needed(ledger, policy, pins, readers):
     ledger = ledger.protected(pins, readers)
     tracked = ledger.in_state(State.TRACKED)
     preserved = frozenset(policy.preserve(describe_tracked(ledger)))
-    offered = {offer.of for offer in ledger.prunable(preserved)}
+    offered = {offer.of for offer in ledger.to_prune(preserved)}
     assert offered <= {c.id for c in tracked}
     if tracked:
         assert tracked[-1].id not in offered, "I7: the latest was offered"
-    for offer in ledger.prunable(preserved):
+    for offer in ledger.to_prune(preserved):
         step = offer.of.step
         assert step not in pins | readers | preserved, "I7: a protected one was offered"
         ledger, moved, command = ledger.post(offer)

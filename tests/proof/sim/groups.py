@@ -194,11 +194,11 @@ class ControllerTrainer(Trainer):
         worker = self.site.world.random.choice(self.groups.workers["actor"])
         worker.driver.strike(call)
 
-    def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+    def _ask(self, failed: tuple[AttemptId, ...]) -> list[Event]:
         """Ask every worker that lives; what arrives is another question."""
         site = self.site
         calls = [
-            worker.call("poll", doomed)
+            worker.call("poll", failed)
             for workers in self.groups.workers.values()
             for worker in workers
             if worker.process.alive

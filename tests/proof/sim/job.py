@@ -426,10 +426,10 @@ class Trainer:
             mailbox = Mail(self.site, self.job.mail)
             report = self.manager._client.report if self.manager.rank == 0 else None
             self._agent = Agent(
-                self.ports.clock, mailbox, report, self.manager._participant.show.look
+                self.ports.clock, mailbox, report, self.manager._participant.display.look
             )
         if self._agent._writer is not share.writer:
-            self._agent.begin(share.writer)
+            self._agent.watch(share.writer)
         self._agent._look()
 
     def _poll(self) -> None:

@@ -14,7 +14,7 @@ from proof.sim.site import Site
 from proof.sim.storage import WorldStorage
 from proof.sim.world import Process
 
-_ERRANDS: tuple[Any, ...] = ("pin", "unpin", "prune", "prune_step", "prune_step", "drop")
+_REQUESTS: tuple[Any, ...] = ("pin", "unpin", "prune", "prune_step", "prune_step", "drop")
 _PATIENCE_S = (0.5, 6.0, 15.0)
 
 
@@ -53,7 +53,7 @@ class Person:
         epoch = newest_epoch(storage)
         if not steps or not epoch:
             return
-        errand = world.random.choice(_ERRANDS)
+        errand = world.random.choice(_REQUESTS)
         step, name = world.random.choice(steps), f"{steps[0]}.e1.a1"
         asked = Asked(nonce=nonce, epoch=epoch, errand=errand, step=step, name=name, by=self.name)
         send(storage, asked)

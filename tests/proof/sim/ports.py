@@ -314,7 +314,7 @@ class WorldWriter(CopiedWriter):
         lies = site.chance(site.stale * 0.1)
         try:
             if lies:  # says that it wrote, and did not
-                site.watch.doomed.add(_attempt_of(self._job))
+                site.watch.unwritten.add(_attempt_of(self._job))
                 payload = [(part.name, 1, None) for part in self._job.parts]
             else:
                 payload = self._write()
@@ -399,7 +399,7 @@ class StruckPart(PartJob):
         watch, of = self._site.watch, _attempt_of(self._job)
         spared = self._how == "fails" and self.name in self._job.optional
         if self._how != "late" and not spared:
-            watch.doomed.add(of)
+            watch.unwritten.add(of)
         model = watch.models.get(watch.newest_epoch)
         state = model.states.get(of) if model is not None else None
         if state is not None:  # not an orphan's, whose attempt is forgotten

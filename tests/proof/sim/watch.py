@@ -99,7 +99,7 @@ class Watch:
 
     - ``damaged``: steps with directories that a test has damaged, which may be withdrawn.
     - ``strays``: names of steps at which a test planted a directory that is no checkpoint.
-    - ``doomed``: attempts with a part that was never written, even if it was reported.
+    - ``unwritten``: attempts with a part that was never written, even if it was reported.
     - ``touched``: steps that the one checked effect of a fenced process has hit (I9 allows that
       one).
     """
@@ -111,7 +111,7 @@ class Watch:
         self.ever_acknowledged: list[int] = []
         self.damaged: set[int] = set()
         self.strays: set[int] = set()
-        self.doomed: set[Attempt] = set()
+        self.unwritten: set[Attempt] = set()
         self.touched: set[int] = set()
         self.models: dict[int, JournalModel] = {}
         self.newest_epoch = 0
@@ -212,7 +212,7 @@ class Watch:
         again.
         """
         self.readers.clear()
-        self.doomed.clear()
+        self.unwritten.clear()
         self.models, self._epochs, self._parsed, self._aside = {}, {}, {}, {}
         self._owners = {}
         self.newest_epoch = 0
@@ -616,7 +616,7 @@ class Watch:
         model.states[of] = state
         if record["created"] is not None:
             model.declare(of, record["created"])
-        if of in self.doomed and state in ("shards_written", "finalized", "tracked"):
+        if of in self.unwritten and state in ("shards_written", "finalized", "tracked"):
             raise RootBroken(f"I3: {of} is {state}, something of it was never written")
         if not newest or of[0] in self.touched:
             return

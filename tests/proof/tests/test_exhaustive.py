@@ -9,8 +9,8 @@ from proof.exhaustive import Scope, Search, history, scope_named
 from proof.exhaustive_disk import Dir, EpochLease, tree
 from proof.exhaustive_world import Left
 
-from ckptfsm.coordinator import engine
-from ckptfsm.coordinator.engine import Engine
+from ckptfsm.coordinator import applier
+from ckptfsm.coordinator.applier import Applier
 from ckptfsm.core import keeping, layout, lifecycle, recovery
 from ckptfsm.core.events import Prune, ShardReported
 from ckptfsm.core.ledger import Ledger
@@ -73,14 +73,14 @@ def missing_ones_are_kept(monkeypatch):
 
 
 def pruned_before_journaled(monkeypatch):
-    commit = Engine.commit
+    commit = Applier.commit
 
     def hasty(self, ledger, moved, command):
         if isinstance(command, Prune):
             self.mover.prune(moved.checkpoint, moved.event.newer_step)
         commit(self, ledger, moved, command)
 
-    monkeypatch.setattr(Engine, "commit", hasty)
+    monkeypatch.setattr(Applier, "commit", hasty)
 
 
 def tracker_before_publishing(monkeypatch):
@@ -98,11 +98,11 @@ def nobody_looks_at_the_epoch(monkeypatch):
 
 
 def a_tick_that_breaks(monkeypatch):
-    monkeypatch.setattr(engine.Engine, "retry_pending", lambda engine: {}["a bug"])
+    monkeypatch.setattr(applier.Applier, "retry_pending", lambda applier: {}["a bug"])
 
 
 def clean_up_is_forgotten(monkeypatch):
-    monkeypatch.setattr(Engine, "_run_clean_up", lambda self, checkpoint: None)
+    monkeypatch.setattr(Applier, "_run_clean_up", lambda self, checkpoint: None)
 
 
 def prune_by_deleting(monkeypatch):
@@ -113,7 +113,7 @@ def prune_by_deleting(monkeypatch):
                 self.storage.unlink(f"{base}/{name}")
         return ""
 
-    monkeypatch.setattr(engine, "published_name", lambda step: f"iter_{step:07d}", raising=False)
+    monkeypatch.setattr(applier, "published_name", lambda step: f"iter_{step:07d}", raising=False)
     monkeypatch.setattr(Mover, "prune", prune)
 
 

@@ -24,12 +24,12 @@ Function = Callable[..., Any]
 ASKING: Sequence[Function] = (
     CoordinatorClient.ask,
     CoordinatorClient._outcome,
-    Manager._judge,
+    Manager._accept,
     CoordinatorClient.request,
     CoordinatorClient.together,
 )
-FORKING: Sequence[Function] = (Manager._begin, Participant.begin_writing, Participant.expect)
-JUDGING: Sequence[Function] = (RankWriter.poll, RankWriter._ended, RankWriter._judge)
+FORKING: Sequence[Function] = (Manager._plan_and_write, Participant.start_save, Participant.expect)
+JUDGING: Sequence[Function] = (RankWriter.poll, RankWriter._ended, RankWriter._reports_of)
 SENDING: Sequence[Function] = (Participant.exchange, CoordinatorClient.exchange)
 TAKING: Sequence[Function] = (
     Participant.take_update,

@@ -29,8 +29,8 @@ import ckptfsm.disk.durable as durable
 import ckptfsm.disk.inspection as evidence
 import ckptfsm.disk.publishing as publishing
 import ckptfsm.writers.shard_file as writer
+from ckptfsm.coordinator.applier import Applier
 from ckptfsm.coordinator.coordinator import Coordinator
-from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.events import Cleaned
 from ckptfsm.core.ports import Storage
@@ -104,24 +104,24 @@ def short_write_taken_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_tried_again(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Engine, command: Any, run: Callable[[Any], None], subject: Any) -> None:
+    def drop(self: Applier, command: Any, run: Callable[[Any], None], subject: Any) -> None:
         try:
             run(subject)
         except OSError:
             return
 
-    patch.setattr(Engine, "_retriable", drop)
+    patch.setattr(Applier, "_retriable", drop)
 
 
 def partial_left_behind(patch: pytest.MonkeyPatch) -> None:
-    def say_cleaned(self: Engine, checkpoint: Any) -> None:
+    def say_cleaned(self: Applier, checkpoint: Any) -> None:
         self.post(Cleaned(checkpoint.id))
 
-    patch.setattr(Engine, "_run_clean_up", say_cleaned)
+    patch.setattr(Applier, "_run_clean_up", say_cleaned)
 
 
 def never_cleaned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_run_clean_up", lambda self, checkpoint: None)
+    patch.setattr(Applier, "_run_clean_up", lambda self, checkpoint: None)
 
 
 def error_without_a_type(patch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_F27_the_trash_is_emptied_after_a_check_and_never_while_a_prune_is_undec
     job, storage = watched_job(disk)
     job.save(1)
     job.save(2)
-    engine = job.coordinator._engine
+    applier = job.coordinator._applier
 
     def before(index: int, method: str, path: str) -> None:
         if method == "rename" and path.endswith(f"-> {TRASH}/2.e1.a2"):
@@ -187,13 +187,13 @@ def test_F27_the_trash_is_emptied_after_a_check_and_never_while_a_prune_is_undec
 
     storage.before = before
     job.save(3)
-    assert engine.ledger.in_state(State.PRUNABLE) and engine.give_space_back(99) > 0
+    assert applier.ledger.in_state(State.PRUNABLE) and applier.give_space_back(99) > 0
     assert "iter_0000002" in disk.listed("") and disk.listed(TRASH) == [], (
         "1 was given up, 2 is not"
     )
-    engine.retry_pending()
+    applier.retry_pending()
     storage.order.clear()
-    assert engine.give_space_back(99) > 0
+    assert applier.give_space_back(99) > 0
     assert in_order(
         storage.order,
         f"listdir {EPOCHS}",

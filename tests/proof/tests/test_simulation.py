@@ -36,7 +36,7 @@ from proof.sim.world import Process, World
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
 from ckptfsm.coordinator import accepting
-from ckptfsm.coordinator.engine import Engine
+from ckptfsm.coordinator.applier import Applier
 from ckptfsm.core import keeping
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot, RootBusy
@@ -199,7 +199,7 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
 
 def test_F26_an_adoption_without_its_pin_is_found(monkeypatch):
     """Catches: a stranger's save in use, and nothing that keeps it from retention."""
-    monkeypatch.setattr(Engine, "pin", no_effect)
+    monkeypatch.setattr(Applier, "pin", no_effect)
     assert first_failure(what="without its pin").promise == "I8"
 
 
@@ -254,7 +254,7 @@ def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
 
 def test_I10_an_error_that_stops_the_coordinator_is_found(monkeypatch):
     """Catches: a bug that comes out as an unknown outcome, which every trainer must expect."""
-    monkeypatch.setattr(Engine, "retry_pending", lambda engine: {}["a bug"])
+    monkeypatch.setattr(Applier, "retry_pending", lambda applier: {}["a bug"])
     assert first_failure(what="KeyError('a bug')").promise == "I10"
 
 

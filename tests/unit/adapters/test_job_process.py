@@ -129,7 +129,7 @@ def test_an_attempt_is_killed_with_all_it_started(start, tmp_path):
     process.kill()
     assert not process.running and is_gone(int((tmp_path / "child").read_text()))
     process.kill()
-    assert process.last_words() == ""
+    assert process.last_output() == ""
 
 
 def test_a_closed_output_is_not_watched(start, tmp_path):

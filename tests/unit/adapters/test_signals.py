@@ -252,7 +252,7 @@ def test_only_an_exit_ends_a_wait_for_one(heard):
     one_call = OneCall(PosixDeferredSignals)
     with one_call.running():
         signal.raise_signal(signal.SIGINT)
-        assert isinstance(one_call.hear_exit(), KeyboardInterrupt)
+        assert isinstance(one_call.check_exit(), KeyboardInterrupt)
         assert one_call.hear() is None, "it was told"
 
 
@@ -261,7 +261,7 @@ def test_another_exception_of_a_handler_is_raised_at_the_end(elastic):
     one_call, done = OneCall(PosixDeferredSignals), []
     with pytest.raises(Elastic), one_call.running():
         signal.raise_signal(signal.SIGUSR1)
-        done.append(one_call.hear_exit())
+        done.append(one_call.check_exit())
     assert done == [None]
     with one_call.running():
         assert one_call.hear() is None
@@ -271,7 +271,7 @@ def test_another_exception_of_a_handler_is_heard_later(elastic):
     one_call = OneCall(PosixDeferredSignals)
     with one_call.running():
         signal.raise_signal(signal.SIGUSR1)
-        assert one_call.hear_exit() is None
+        assert one_call.check_exit() is None
         assert isinstance(one_call.hear(), Elastic)
 
 
@@ -281,7 +281,7 @@ def test_a_handler_that_left_the_manager_is_heard_at_once(elastic):
         one_call.left = True
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(Elastic):
-            one_call.hear_exit()
+            one_call.check_exit()
 
 
 IN_THE_FORK = """

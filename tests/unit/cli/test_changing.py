@@ -18,9 +18,9 @@ from real_roots import TREE, crashed, real_job, real_root
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing
-from ckptfsm.coordinator.errands import carry_out
+from ckptfsm.coordinator.operator_requests import carry_out
 from ckptfsm.core.config import make_config
-from ckptfsm.core.documents import Asked, Errand, encode
+from ckptfsm.core.documents import Asked, RequestKind, encode
 from ckptfsm.core.errors import CkptFsmError, ConfigError, SaveRefused
 from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, request_name
 from ckptfsm.core.retention import BestN, LatestN
@@ -332,7 +332,7 @@ SAID_OF_NOTHING = {
 }
 
 
-@pytest.mark.parametrize("errand", get_args(Errand))
+@pytest.mark.parametrize("errand", get_args(RequestKind))
 def test_every_errand_is_carried_out_or_refused(living, errand):
     """Catches: an errand that no table has, and a request of another program without a step."""
     asked = Asked(

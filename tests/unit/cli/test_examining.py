@@ -378,7 +378,7 @@ def test_an_owner_in_another_container_of_the_pod_may_live(tmp_path, capsys, mon
     status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
     assert status == 0 and "its owner is in another container (pid 1 on " in out
     assert "owner-elsewhere" in codes(capsys, tmp_path)
-    serve = job.coordinator.look_into_inbox
+    serve = job.coordinator.serve_requests
     monkeypatch.setattr(changing.time, "sleep", lambda seconds: serve())
     assert said(capsys, "pin", "10", "-r", tmp_path)
     assert job.coordinator.ledger.pins == {10}

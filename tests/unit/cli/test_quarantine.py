@@ -19,8 +19,8 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import quarantine
-from ckptfsm.coordinator.admitting import admit, judge_content
-from ckptfsm.coordinator.engine import Engine
+from ckptfsm.coordinator.admitting import admit, require_intact
+from ckptfsm.coordinator.applier import Applier
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import OutcomeUnknown, RecoveryWarning
 from ckptfsm.core.layout import MEGATRON, TRACKER
@@ -368,10 +368,10 @@ def test_adopt_gives_a_directory_back_if_a_job_starts_meanwhile(tmp_path, capsys
     began: list[FakeJob] = []
 
     def and_begin(*given):
-        judge_content(*given)
+        require_intact(*given)
         began.append(real_job(root))
 
-    monkeypatch.setattr(quarantine, "judge_content", and_begin)
+    monkeypatch.setattr(quarantine, "require_intact", and_begin)
     status, _, err = ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)
     assert status == 3 and "root_busy" in err
     assert (tmp_path / "iter_0000040/.metadata").exists()
@@ -428,7 +428,7 @@ def half_rolled_back(root, monkeypatch) -> None:
     for step in (10, 20):
         job.save(step)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "forget", Mock(side_effect=OSError(5, "the disk is gone")))
+        patch.setattr(Applier, "forget", Mock(side_effect=OSError(5, "the disk is gone")))
         with pytest.raises(OutcomeUnknown):
             job.coordinator.rollback(10)
     crashed(job)

@@ -252,7 +252,7 @@ def test_tree_names_the_meaning_of_each_directory(tmp_path, capsys):
     (tmp_path / ".ckptfsm/inbox").mkdir()
     out = said(capsys, "tree", "-r", tmp_path)
     for line in (
-        "inbox/  requests of people to the owner",
+        "inbox/  operator requests to the owner",
         "iter_0000020/  tracked",
         "says 20",
         "notes.txt  not of this library",

@@ -51,12 +51,12 @@ def run(*arguments: object) -> tuple[str, set[str]]:
     return out, set(modules.split())
 
 
-def test_help_imports_neither_a_room_nor_pydantic():
+def test_help_imports_neither_a_subpackage_nor_pydantic():
     """Catches: a start that takes as long as the slowest command."""
     out, modules = run("--help")
     assert "record-metrics" in out
-    rooms = {name for name in modules if name.startswith("ckptfsm.")}
-    assert rooms == {"ckptfsm.cli", "ckptfsm.cli.app", "ckptfsm.core", "ckptfsm.core.errors"}
+    subpackages = {name for name in modules if name.startswith("ckptfsm.")}
+    assert subpackages == {"ckptfsm.cli", "ckptfsm.cli.app", "ckptfsm.core", "ckptfsm.core.errors"}
     assert not modules & {"pydantic", "rich", "transitions", "prometheus_client"}
 
 

@@ -116,7 +116,7 @@ def test_I3_receipts_counted_when_leaving_are_durable():
     assert None in disk.possible(receipt), "the writer died too late for this test"
     job.storage.after = journaled
     with pytest.raises(ProcessDead):
-        job.coordinator.leave(of, 1.0)
+        job.coordinator.complete_from_receipts(of, 1.0)
     journal = b"".join(data for path, data in below(disk, JOURNAL).items() if data)
     assert b'"shards_written"' in journal
     assert None not in disk.possible(receipt)
@@ -127,11 +127,11 @@ def test_a_save_that_was_tracked_before_the_manager_was_left_is_not_lost():
     disk = SimDisk()
     job = start(disk)
     of = job.save(10)
-    assert job.coordinator.leave(of, 1.0) is State.TRACKED
+    assert job.coordinator.complete_from_receipts(of, 1.0) is State.TRACKED
     late = job.request(20)
     job.fork(late)
     job.fail(late)
-    assert job.coordinator.leave(late, 1.0) is None
+    assert job.coordinator.complete_from_receipts(late, 1.0) is None
 
 
 @pytest.mark.parametrize("directory", [STAGING, PINS, READERS, TRASH, QUARANTINE])
@@ -1209,7 +1209,7 @@ def ask_for_more(job: FakeJob, size: int = 2000) -> None:
 
 
 def test_F5_a_save_without_room_first_prunes_the_given_up():
-    """Catches: a save that is refused beside a checkpoint that retention gave up long ago."""
+    """Catches: a save that is refused beside a checkpoint that retention has long ceased to keep."""
     disk, job = crowded(1, ours=True)
     ask_for_more(job)
     assert tracked(job) == [2] and not below(disk, "iter_0000001")
@@ -1481,10 +1481,10 @@ def test_no_request_is_served_while_this_job_reads():
     job = saved(SimDisk(), 1)
     located = job.coordinator.locate(None)
     answer = asked_to_pin(job)
-    job.coordinator.look_into_inbox()
+    job.coordinator.serve_requests()
     assert lookup(job.storage, answer) is None
     job.coordinator.release(located.lease)
-    job.coordinator.look_into_inbox()
+    job.coordinator.serve_requests()
     assert lookup(job.storage, answer) is not None
     assert job.coordinator.ledger.pins == {1}, "no tick was needed"
 
@@ -1495,12 +1495,12 @@ def test_F13_a_fenced_owner_answers_no_request():
     job = saved(disk, 1)
     second = start(disk, "second", takeover=True)
     answer = asked_to_pin(second, second.coordinator.epoch)
-    job.coordinator.look_into_inbox()
+    job.coordinator.serve_requests()
     assert isinstance(job.coordinator.fatal, Fenced)
     assert lookup(second.storage, answer) is None
-    second.coordinator.look_into_inbox()
+    second.coordinator.serve_requests()
     assert second.coordinator.ledger.pins == {1}
-    job.coordinator.look_into_inbox()  # it does nothing more
+    job.coordinator.serve_requests()  # it does nothing more
 
 
 def test_F5_an_inbox_that_cannot_be_read_is_looked_at_less_often(caplog, monkeypatch):
@@ -1515,10 +1515,10 @@ def test_F5_an_inbox_that_cannot_be_read_is_looked_at_less_often(caplog, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(job.storage, "listdir", fails)
         for _ in range(3):
-            job.coordinator.look_into_inbox()
+            job.coordinator.serve_requests()
     assert [record.event for record in caplog.records] == ["housekeeping_put_off"]
-    job.coordinator.look_into_inbox()
+    job.coordinator.serve_requests()
     assert lookup(job.storage, answer) is None
     job.clock.sleep(5.0)
-    job.coordinator.look_into_inbox()
+    job.coordinator.serve_requests()
     assert lookup(job.storage, answer) is not None

@@ -25,14 +25,14 @@ def test_I7_pruning_comes_first_only_where_it_lets_the_save_begin():
     """Catches: checkpoints that go although the save is refused all the same, or although the newest
     one was never read."""
     for space in all_spaces():
-        enough = space.free < space.needed <= space.free + space.given_up
+        enough = space.free < space.needed <= space.free + space.to_prune
         pruned = decide_admission(space) is Admission.PRUNE_FIRST
-        assert pruned == (enough and space.given_up > 0 and space.proven), space
+        assert pruned == (enough and space.to_prune > 0 and space.proven), space
 
 
 def test_nothing_is_decided_again_once_nothing_is_given_up():
     """Catches: a second prune for the same save."""
-    left = [s for s in all_spaces() if s.given_up == 0]
+    left = [s for s in all_spaces() if s.to_prune == 0]
     assert {decide_admission(s) for s in left} == {Admission.ADMIT, Admission.REFUSE}
 
 

@@ -167,7 +167,7 @@ def test_the_claimant_of_the_directory_at_a_name():
 def test_I1_a_clean_up_gives_up_unpublished_directories_in_staging():
     """Catches: a failed attempt that is deleted although a late rename published it."""
     for facts in FAILED:
-        given_up = decide_clean_up(facts) is CleanUpDecision.GIVE_UP
+        given_up = decide_clean_up(facts) is CleanUpDecision.DISCARD
         staged = not facts.in_place and facts.working_dir
         assert given_up == (staged and facts.at_name is not AtName.ITS_OWN), facts
 
@@ -186,7 +186,7 @@ def test_I1_a_clean_up_in_place_leaves_directories_in_use_by_others():
     for facts in FAILED:
         decision = decide_clean_up(facts)
         used = facts.held or facts.went_on or facts.at_name is AtName.OTHER_ATTEMPT
-        moved = (CleanUpDecision.LOOK_INSIDE, CleanUpDecision.GIVE_UP)
+        moved = (CleanUpDecision.LOOK_INSIDE, CleanUpDecision.DISCARD)
         if facts.in_place and (used or facts.at_name is AtName.NOT_OURS):
             assert decision not in moved, facts
         if decision is CleanUpDecision.LEAVE_TO_OTHERS:
@@ -210,13 +210,13 @@ def test_I1_in_place_only_this_attempts_unfinished_save_may_be_deleted():
     for facts in IN_PLACE:
         worthless = facts.at_name is AtName.UNFINISHED and facts.contents is not Contents.MORE
         expected = facts.alone and facts.marked and worthless
-        assert (decide_in_place(facts) is InPlaceDecision.GIVE_UP) == expected, facts
+        assert (decide_in_place(facts) is InPlaceDecision.DISCARD) == expected, facts
 
 
 def test_I1_a_directory_completed_while_it_is_moved_is_not_deleted():
     """Catches: a second look that always gives the answer of the first."""
     for facts in IN_PLACE:
-        if decide_in_place(facts) is InPlaceDecision.GIVE_UP:
+        if decide_in_place(facts) is InPlaceDecision.DISCARD:
             again = replace(facts, contents=Contents.MORE)
             assert decide_in_place(again) is InPlaceDecision.QUARANTINE, facts
 

@@ -175,7 +175,7 @@ def test_the_greatest_step_has_a_name(names):
 
 
 def test_names_of_directories_that_were_moved_aside():
-    """Catches: a directory that is given up or left out taken for its step's directory, or deleted
+    """Catches: a directory that is discarded or left out taken for its step's directory, or deleted
     in its place."""
     of = AttemptId(100, 7, 2)
     assert layout.parse_aside("100.e7.a2") == layout.parse_aside("100.e7.a2.1") == of
@@ -186,6 +186,6 @@ def test_names_of_directories_that_were_moved_aside():
     assert layout.left_out_name(of) == "part-100.e7.a2"
     given_up = (layout.gone_dir(of).rpartition("/")[2], layout.left_out_name(of))
     for name in given_up:
-        assert layout.is_given_up(name) and layout.parse_aside(name) is None, name
+        assert layout.is_deletable(name) and layout.parse_aside(name) is None, name
     for name in ("100.e7.a2", "100.e7.a2.1", "GONE-100.e7.a2", "a-gone-100.e7.a2"):
-        assert not layout.is_given_up(name), name
+        assert not layout.is_deletable(name), name

@@ -53,7 +53,7 @@ def test_questions_of_an_empty_ledger():
     """Catches: an error or a wrong answer where there is nothing yet."""
     ledger = Ledger()
     assert ledger.latest() is None and ledger.in_flight() is None and ledger.at(1) is None
-    assert ledger.prunable(()) == [] and ledger.in_state(*State) == []
+    assert ledger.to_prune(()) == [] and ledger.in_state(*State) == []
 
 
 def test_latest_is_the_newest_tracked_not_the_newest():
@@ -187,21 +187,21 @@ def test_I7_kept_by_names_everything_that_keeps():
 def test_I7_prunable_offers_only_unkept_steps():
     """Catches: the latest, pinned, leased or preserved offered for pruning."""
     ledger = tracked(100, 200, 300, 400, 500).protected(pins=[200], readers=[300])
-    offers = ledger.prunable([400])
+    offers = ledger.to_prune([400])
     assert offers == [m.Superseded(at(100), 500, ())]
-    assert tracked(100).prunable(()) == []
+    assert tracked(100).to_prune(()) == []
     assert ledger.superseded(ledger.at(500), ()) == m.Superseded(at(500), None, ("latest",))
 
 
 def test_I7_keep_zero_leaves_the_latest():
     """Catches: a policy that keeps nothing emptying the store."""
     ledger = tracked(100, 200, 300)
-    for offer in ledger.prunable(()):
+    for offer in ledger.to_prune(()):
         ledger, moved, _ = ledger.post(offer)
         ledger, moved, _ = ledger.post(m.Removed(moved.of))
         assert moved.dest is S.PRUNED
     assert [c.step for c in ledger.checkpoints.values()] == [300]
-    assert ledger.prunable(()) == []
+    assert ledger.to_prune(()) == []
 
 
 def test_post_moves_one_and_leaves_the_old_ledger_alone():

@@ -1054,10 +1054,12 @@ def test_I8_a_roll_forward_that_is_all_there_is_is_the_last_hope():
     """Catches: the only checkpoint there could be, failed by a disk that is full for a moment."""
     attempt = checkpoint(200, S.SHARDS_WRITTEN)
     staging = {at(200): COMPLETE}
-    assert decide(ledger_of(attempt), evidence(names(200), staging=staging)).last_hope == at(200)
-    assert decide(ledger_of(attempt), evidence(MISSING, staging=staging)).last_hope is None
+    assert decide(ledger_of(attempt), evidence(names(200), staging=staging)).only_resumable == at(
+        200
+    )
+    assert decide(ledger_of(attempt), evidence(MISSING, staging=staging)).only_resumable is None
     beside = evidence(names(100), whole(100), staging=staging)
-    assert decide(ledger_of(BASE, attempt), beside).last_hope is None
+    assert decide(ledger_of(BASE, attempt), beside).only_resumable is None
 
 
 @pytest.mark.parametrize("there", [None, stock(100)])

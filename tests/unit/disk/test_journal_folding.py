@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 from roots import read_segments
 
-from ckptfsm.coordinator import engine
+from ckptfsm.coordinator import applier
 from ckptfsm.core import documents
 from ckptfsm.core.errors import Fenced
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
@@ -55,7 +55,7 @@ FEWER = pytest.mark.damages_journal("keeps fewer segments than are specified: ju
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many segments are kept, in these tests."""
-    for module in (documents, engine, journal):
+    for module in (documents, applier, journal):
         monkeypatch.setattr(module, "KEPT_SEGMENTS", 3, raising=False)
     return 3
 

@@ -60,10 +60,10 @@ def test_I9_epochs_only_grow(tmp_path: Path):
     """Catches: an epoch used twice, so that a zombie looks like the owner."""
     disk = SimDisk()
     for epoch in (1, 2, 3):
-        lease = take(disk, f"run{epoch}")
-        assert lease.epoch == epoch == newest_epoch(SimStorage(disk, "look"))
-        lease.check()
-        lease.release()
+        ownership = take(disk, f"run{epoch}")
+        assert ownership.epoch == epoch == newest_epoch(SimStorage(disk, "look"))
+        ownership.check()
+        ownership.release()
         disk.kill(f"run{epoch}")
 
 
@@ -94,12 +94,12 @@ def test_F12_a_living_owner_is_named():
 def test_F12_the_same_process_is_refused_too(tmp_path: Path):
     """Catches: two managers of one process: a record lock does not tell them apart."""
     me = this_process()
-    lease = open_root(PosixStorage(tmp_path), me)
+    ownership = open_root(PosixStorage(tmp_path), me)
     with pytest.raises(RootBusy) as caught:
         open_root(PosixStorage(tmp_path), this_process())
     assert caught.value.pid == os.getpid()
-    lease.check()
-    lease.release()
+    ownership.check()
+    ownership.release()
     again = open_root(PosixStorage(tmp_path), this_process())
     assert again.epoch == 2
     again.release()
@@ -118,10 +118,10 @@ class NoLocks(SimStorage):
 def test_F12_the_same_process_is_refused_where_locks_tell_nothing():
     """Catches: two managers of one process on a mount without working locks."""
     disk = SimDisk()
-    lease = open_root(NoLocks(disk, "one"), who("one"))
+    ownership = open_root(NoLocks(disk, "one"), who("one"))
     with pytest.raises(RootBusy):
         open_root(NoLocks(disk, "one"), who("one")._replace(nonce="another"))
-    lease.release()
+    ownership.release()
     assert open_root(NoLocks(disk, "one"), who("one")).epoch == 2
 
 
@@ -142,7 +142,7 @@ def test_release_twice_is_harmless():
     first.release()
     second = take(disk, "second")
     first.release()
-    first.drop()
+    first.release_lock_only()
     second.check()
     with pytest.raises(RootBusy):
         take(disk, "third")
@@ -160,7 +160,7 @@ def test_a_dropped_lock_is_as_death():
     """Catches: a lease that keeps the root although its lock is gone."""
     disk = SimDisk()
     first = take(disk, "first")
-    first.drop()
+    first.release_lock_only()
     second = take(disk, "second")
     with pytest.raises(Fenced):
         first.check()
@@ -184,9 +184,9 @@ def test_I9_a_takeover_fences_the_first():
 def begun(disk: SimDisk, name: str, **settings) -> RootOwnership:
     """An owner whose journal has begun: every owner begins one before its first effect."""
     storage = SimStorage(disk, name)
-    lease = open_root(storage, who(name), above=newest_segment(storage), **settings)
-    disk.plant_file(f"{JOURNAL}/{segment_name(lease.epoch)}", b"x\n")
-    return lease
+    ownership = open_root(storage, who(name), above=newest_segment(storage), **settings)
+    disk.plant_file(f"{JOURNAL}/{segment_name(ownership.epoch)}", b"x\n")
+    return ownership
 
 
 def purge(disk: SimDisk, *paths: str) -> None:
@@ -366,21 +366,21 @@ def test_a_deleted_lock_file_is_locked_anew():
 def test_old_files_are_kept_young(tmp_path: Path):
     """Catches: a purge by age that takes the pin of a checkpoint, or a file of the journal."""
     storage = PosixStorage(tmp_path)
-    lease = open_root(storage, this_process())
+    ownership = open_root(storage, this_process())
     paths = [f"{JOURNAL}/{segment_name(n)}" for n in (1, 2)] + [f"{PINS}/7.json"]
     for path in paths:
         (tmp_path / path).write_text("x")
     paths += [LOCK, f"{EPOCHS}/{epoch_name(1)}"]
     for path in paths:
         os.utime(tmp_path / path, (1, 1), follow_symlinks=False)
-    lease.keep_young()
+    ownership.keep_young()
     assert [path for path in paths if (tmp_path / path).stat().st_mtime < 1e9] == []
     assert asked_elsewhere(tmp_path)[0] == "busy", "the lock was lost"
     (tmp_path / f"{JOURNAL}/{segment_name(2)}").unlink()
     (tmp_path / f"{JOURNAL}/{segment_name(1)}").unlink()
     with pytest.raises(RootLost):
-        lease.keep_young()
-    lease.release()
+        ownership.keep_young()
+    ownership.release()
 
 
 def test_F12_two_that_race_for_one_epoch():
@@ -394,9 +394,9 @@ def test_F12_two_that_race_for_one_epoch():
             raced.append(open_root(other, who("other"), takeover=True))
 
     storage = FaultStorage(SimStorage(disk, "first"), before=before)
-    lease = open_root(storage, who("first"), takeover=True)
-    assert (raced[0].epoch, lease.epoch) == (1, 2)
-    lease.check()
+    ownership = open_root(storage, who("first"), takeover=True)
+    assert (raced[0].epoch, ownership.epoch) == (1, 2)
+    ownership.check()
     with pytest.raises(Fenced):
         raced[0].check()
     assert [n for n in other.listdir(EPOCHS) if n.startswith("take-")] == []
@@ -502,10 +502,10 @@ def test_tags_are_unique():
 
 def try_open(root: Path) -> tuple[str, int]:
     try:
-        lease = open_root(PosixStorage(root), this_process())
+        ownership = open_root(PosixStorage(root), this_process())
     except RootBusy as error:
         return "busy", error.pid
-    return "open", lease.epoch
+    return "open", ownership.epoch
 
 
 def asked_elsewhere(root: Path) -> tuple[str, int]:
@@ -518,10 +518,10 @@ def owner(root: Path, gate: FifoGate) -> Child:
     read_end, write_end = os.pipe()
 
     def job() -> None:
-        lease = open_root(PosixStorage(root), this_process())
+        ownership = open_root(PosixStorage(root), this_process())
         os.write(write_end, b".")
         gate.hold()
-        lease.release()
+        ownership.release()
 
     child = fork_child(job, keep=(write_end,))
     os.close(write_end)
@@ -544,10 +544,10 @@ def test_F29_a_forked_child_holds_nothing(tmp_path: Path):
     """Catches: a writer that keeps its dead trainer's root busy."""
     root, gate = tmp_path / "root", FifoGate(tmp_path / "gate")
     storage = PosixStorage(root)
-    lease = open_root(storage, this_process())
+    ownership = open_root(storage, this_process())
     writer = fork_child(gate.hold, keep=storage.descriptors())
     assert asked_elsewhere(root) == ("busy", os.getpid())
-    lease.drop()  # as our death would; the writer lives on
+    ownership.release_lock_only()  # as our death would; the writer lives on
     assert writer.poll() is None
     found, _ = asked_elsewhere(root)
     assert found == "open"
@@ -558,10 +558,10 @@ def test_F29_a_forked_child_holds_nothing(tmp_path: Path):
 def test_F29_a_child_that_closes_everything_does_not_drop_its_parents_lock(tmp_path: Path):
     """Catches: a record lock lost because a forked child closed its copy of the file."""
     root = tmp_path / "root"
-    lease = open_root(PosixStorage(root), this_process())
+    ownership = open_root(PosixStorage(root), this_process())
     assert fork_child(lambda: None, keep=()).wait(WAIT_S).succeeded
     assert asked_elsewhere(root) == ("busy", os.getpid())
-    lease.release()
+    ownership.release()
 
 
 def test_F5_an_opening_that_failed_can_be_tried_again_by_the_same_process():

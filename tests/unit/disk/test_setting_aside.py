@@ -67,7 +67,7 @@ def job(disk: SimDisk) -> FakeJob:
 
 
 def mover_of(job: FakeJob) -> Mover:
-    return job.coordinator._engine.mover
+    return job.coordinator._applier.mover
 
 
 def checkpoint(job: FakeJob, step: int) -> Checkpoint:
@@ -180,10 +180,10 @@ def test_I9_a_fenced_owner_changes_nothing(disk, job, monkeypatch):
     unfinished = job.coordinator.ledger.checkpoints[of]
     one = checkpoint(job, 1)
     vandal(disk).rename(TWO, ASIDE)
-    engine = job.coordinator._engine
-    mover = changed(engine.mover, check_epoch=refuse)
-    publisher = changed(engine.publisher, check_epoch=refuse)
-    monkeypatch.setattr(engine, "check_epoch", refuse)
+    applier = job.coordinator._applier
+    mover = changed(applier.mover, check_epoch=refuse)
+    publisher = changed(applier.publisher, check_epoch=refuse)
+    monkeypatch.setattr(applier, "check_epoch", refuse)
     before = disk.snapshot()
     for change in (
         lambda: mover.set_aside(ONE, "one"),
@@ -195,7 +195,7 @@ def test_I9_a_fenced_owner_changes_nothing(disk, job, monkeypatch):
         lambda: publisher.create_staging(unfinished),
         lambda: publisher.finalize(unfinished),
         lambda: publisher.write_tracker(1),
-        lambda: engine.pin(1, "kept"),
+        lambda: applier.pin(1, "kept"),
     ):
         with pytest.raises(Fenced):
             change()

@@ -126,7 +126,7 @@ class Job:
         return os.listdir(self.root / ".ckptfsm/readers")
 
 
-def nobody(doomed: Any) -> list[Any]:
+def nobody(failed: Any) -> list[Any]:
     return []
 
 

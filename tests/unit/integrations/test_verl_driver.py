@@ -57,8 +57,8 @@ class WorkerGroup:
         states = [{"w": b"%d" % step}] * self.group.size
         self.group.write(ticket, states)
 
-    def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        return self.group.poll(doomed)
+    def poll(self, failed: tuple[AttemptId, ...]) -> list[Event]:
+        return self.group.poll(failed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,16 +34,16 @@ def test_an_update_runs_behind_the_copies(device):
     """Catches: an optimizer's step beside the copy: the checkpoint has some of either."""
     copies = DeviceCopies(device.find, lambda: 1 << 40)
     tensor = device.tensor(LARGE)
-    copy = copies.begin([tensor])
-    room = copy.room_for(tensor)
-    copy.add("w", tensor, room, first=False)
+    copy = copies.new_copy([tensor])
+    slot = copy.slot_for(tensor)
+    copy.add("w", tensor, slot, first=False)
     copy.start()
     copy.order_updates()
     device.launch(lambda: tensor.add_(1))
     assert not copy.changed(), "the update is where it should be"
     device.run()
     assert copy.done()
-    assert torch.equal(room, torch.arange(LARGE, dtype=torch.float32))
+    assert torch.equal(slot, torch.arange(LARGE, dtype=torch.float32))
     assert torch.equal(tensor.cpu(), torch.arange(LARGE) + 1.0)
 
 
@@ -51,18 +51,18 @@ def test_an_arena_that_is_still_read_is_not_filled(fake):
     """Catches: the next save's state in the file of a slow writer."""
     copies = DeviceCopies(fake.find, lambda: 1 << 40)
     tensor = fake.tensor(LARGE)
-    first = copies.begin([tensor])
-    room = first.room_for(tensor)
-    first.add("w", tensor, room, first=False)
+    first = copies.new_copy([tensor])
+    slot = first.slot_for(tensor)
+    first.add("w", tensor, slot, first=False)
     first.start()
-    assert copies.begin([tensor]) is None, "the accelerator still fills it"
+    assert copies.new_copy([tensor]) is None, "the accelerator still fills it"
     fake.run()
     assert first.done()
-    assert copies.begin([tensor]) is None, "a writer still reads it"
+    assert copies.new_copy([tensor]) is None, "a writer still reads it"
     gc.disable()  # as trainers do
     try:
         del first
-        assert copies.begin([tensor]) is not None
+        assert copies.new_copy([tensor]) is not None
     finally:
         gc.enable()
     assert fake.pins == 1
@@ -72,8 +72,8 @@ def test_an_arena_under_copies_is_not_unpinned(fake):
     """Catches: memory that is given back while an accelerator writes into it; a close that hangs."""
     copies = DeviceCopies(fake.find, lambda: 1 << 40)
     tensor = fake.tensor(LARGE)
-    copy = copies.begin([tensor])
-    copy.add("w", tensor, copy.room_for(tensor), first=False)
+    copy = copies.new_copy([tensor])
+    copy.add("w", tensor, copy.slot_for(tensor), first=False)
     copy.start()
     del copy
     copies.close()
@@ -84,7 +84,7 @@ def test_an_arena_under_copies_is_not_unpinned(fake):
 def test_no_forked_child_has_the_arena(fake):
     """Catches: a data loader's process that shares pages with an accelerator."""
     copies = DeviceCopies(fake.find, lambda: 1 << 40)
-    assert copies.begin([fake.tensor(LARGE)]) is not None
+    assert copies.new_copy([fake.tensor(LARGE)]) is not None
     [(address, size)] = fake.pinned.items()
     pid = os.fork()
     if not pid:
@@ -113,13 +113,13 @@ GAPS = {
 def copy_of(device, tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor in an arena, if the accelerator can copy it."""
     copies = DeviceCopies(lambda each: device)
-    copy = copies.begin([tensor])
-    room = copy.room_for(tensor) if copy is not None else None
-    if room is not None:
-        copy.add("w", tensor, room, first=False)
+    copy = copies.new_copy([tensor])
+    slot = copy.slot_for(tensor) if copy is not None else None
+    if slot is not None:
+        copy.add("w", tensor, slot, first=False)
         copy.start()
         device.run()
-    return room
+    return slot
 
 
 class Everything(FakeDevice):
@@ -133,10 +133,10 @@ class Everything(FakeDevice):
 def test_a_copy_has_the_form_of_its_tensor(form):
     """Catches: another file than that of a copy by the host."""
     tensor = FORMS[form](torch.randn(40, 20))
-    room, usual = copy_of(Everything(), tensor), tensor.detach().clone()
-    assert torch.equal(room, usual)
-    assert (room.dtype, room.stride()) == (usual.dtype, usual.stride())
-    assert room.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    slot, usual = copy_of(Everything(), tensor), tensor.detach().clone()
+    assert torch.equal(slot, usual)
+    assert (slot.dtype, slot.stride()) == (usual.dtype, usual.stride())
+    assert slot.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
 
 @pytest.mark.parametrize("form", GAPS)
@@ -238,9 +238,9 @@ def test_cuda_copies_into_pinned_pages():
     """Catches: pages that the driver does not take, or that cannot be read by address."""
     tensor = torch.randn(1000, device="cuda")
     copies = DeviceCopies()
-    copy = copies.begin([tensor])
-    room = copy.room_for(tensor)
-    copy.add("w", tensor, room, first=False)
+    copy = copies.new_copy([tensor])
+    slot = copy.slot_for(tensor)
+    copy.add("w", tensor, slot, first=False)
     copy.start()
     copy.order_updates()
     wanted = tensor.cpu()
@@ -248,7 +248,7 @@ def test_cuda_copies_into_pinned_pages():
     torch.cuda.synchronize()
     assert copy.done()
     found = bytearray(wanted.numel() * 4)
-    OwnMemory().read(room.data_ptr(), memoryview(found))
+    OwnMemory().read(slot.data_ptr(), memoryview(found))
     assert bytes(found) == ctypes.string_at(wanted.data_ptr(), len(found))
-    del copy, room
+    del copy, slot
     copies.close()

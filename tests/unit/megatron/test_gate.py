@@ -74,7 +74,7 @@ def wait_for_process(manager: CheckpointManager) -> None:
 
 def is_lent(manager: CheckpointManager) -> bool:
     """True if the process of the save in flight reads memory of the trainer behind ``save``."""
-    return manager._share.writer.process._lent
+    return manager._share.writer.process._mutable
 
 
 @pytest.mark.parametrize("engine", ["auto", "gated"])

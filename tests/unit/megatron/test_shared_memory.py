@@ -15,7 +15,7 @@ from ckptfsm import CheckpointManager, GroupWorker  # noqa: E402
 from ckptfsm.adapters.segments import is_in_segment  # noqa: E402
 from ckptfsm.core.errors import ConfigError  # noqa: E402
 from ckptfsm.megatron.foreign import _private  # noqa: E402
-from ckptfsm.megatron.shared_memory import share, tensors_of  # noqa: E402
+from ckptfsm.megatron.shared_memory import move_to_shared_memory, tensors_of  # noqa: E402
 from ckptfsm.megatron.torch_dist import to_host  # noqa: E402
 from ckptfsm.writers.write_engine import WriteEngine  # noqa: E402
 
@@ -39,7 +39,7 @@ def test_an_optimizer_computes_on_in_shared_memory():
             (weight * torch.randn(LARGE)).sum().backward()
             if shared and not moved(weight) and optimizer.state:
                 before = [id(tensor) for tensor in tensors_of(optimizer)]
-                segment = share(tensors_of(optimizer))
+                segment = move_to_shared_memory(tensors_of(optimizer))
                 assert segment.size == 3 * LARGE * 4
                 assert [id(tensor) for tensor in tensors_of(optimizer)] == before
                 assert weight.requires_grad and weight.is_leaf and weight.grad is not None
@@ -55,7 +55,7 @@ def test_tensors_that_share_memory_still_do():
     whole = torch.randn(256, LARGE // 256)
     views = [whole.t(), whole[3:5], whole.view(torch.int32)]
     wanted = [view.clone() for view in views]
-    assert share([views[1], whole, *views]) is not None
+    assert move_to_shared_memory([views[1], whole, *views]) is not None
     for view, values in zip(views, wanted, strict=True):
         assert moved(view)
         assert torch.equal(view, values)
@@ -79,19 +79,19 @@ def test_tensors_that_cannot_be_moved_stay():
         torch.empty(LARGE, device="meta"),
     ]
     places = [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in stay]
-    assert share(stay) is None
+    assert move_to_shared_memory(stay) is None
     found = [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in stay]
     assert found == places
     gone = torch.randn(LARGE)
-    assert share([gone]) is not None
-    assert share([gone]) is None
+    assert move_to_shared_memory([gone]) is not None
+    assert move_to_shared_memory([gone]) is None
 
 
 def test_the_memory_outlives_its_segment():
     """Catches: an optimizer in memory that was given back when its manager was closed; memory that
     stays when the tensors are gone."""
     tensor = torch.randn(LARGE)
-    wanted, segment = tensor.clone(), share([tensor])
+    wanted, segment = tensor.clone(), move_to_shared_memory([tensor])
     address = tensor.data_ptr()
     segment.close()
     assert torch.equal(tensor, wanted)
@@ -103,7 +103,7 @@ def test_the_memory_outlives_its_segment():
 def test_a_foreign_request_gets_a_copy():
     """Catches: a request that sees later changes; a save that copies what the launch knows of."""
     tensor = torch.randn(LARGE)
-    share([tensor])
+    move_to_shared_memory([tensor])
     copy = _private(tensor)
     assert copy.data_ptr() != tensor.data_ptr()
     assert torch.equal(copy, tensor)
@@ -120,9 +120,9 @@ def test_a_manager_reads_through_the_segment(tmp_path: Path, monkeypatch, kind):
         assert manager.share({"moments": [tensor], "step": 3, "name": "adam"}) == LARGE * 4
         assert manager.share([tensor]) == 0
         assert called == [False, True]
-        [segment] = manager._engine._lent
+        [segment] = manager._engine._segments
         assert segment.holds(tensor.data_ptr(), LARGE * 4)
-    assert manager._engine._lent == []
+    assert manager._engine._segments == []
 
 
 @pytest.mark.parametrize("kind", [CheckpointManager, GroupWorker])
@@ -133,7 +133,7 @@ def test_a_share_that_cannot_work_moves_nothing(tmp_path: Path, monkeypatch, kin
     with closing(kind(tmp_path / "root")) as manager:
         with pytest.raises(ConfigError, match="SimpleNamespace has no tensors"):
             manager.share(SimpleNamespace(optimizer=tensor))
-        monkeypatch.setattr(WriteEngine, "may_lend", False)
+        monkeypatch.setattr(WriteEngine, "may_add_segment", False)
         with pytest.raises(ConfigError, match="too often"):
             manager.share([tensor])
     forks = kind(tmp_path / "forked", engine="fork")

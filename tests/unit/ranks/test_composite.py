@@ -25,7 +25,7 @@ from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.writers.plain_files import FileTree, TreePart, around
+from ckptfsm.writers.plain_files import FileTree, TreePart, without_inner_parts
 
 TEMPLATE = {"w": None}
 QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
@@ -260,7 +260,7 @@ def test_a_tree_around_another_part_lists_only_its_own(tmp_path):
     write(str(tmp_path / "step/actor"))
     write(str(tmp_path / "step/actor/inner"))
     storage = PosixStorage(str(tmp_path), create=False)
-    written = around(TreePart("actor", "actor"), specs).write(storage, "step")
+    written = without_inner_parts(TreePart("actor", "actor"), specs).write(storage, "step")
     assert [entry.name for entry in written.files] == ["actor/config.json"]
     storage.close_root()
 

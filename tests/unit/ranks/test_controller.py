@@ -266,7 +266,7 @@ def test_F11_late_reports_of_an_earlier_controller_do_not_count(tmp_path):
     job.controller._collect()
     job.controller.feed([WriterForked(earlier, 2, 4), ShardReported(earlier, "actor", 2, 4, 5)])
     assert job.controller._reports.outbox == []
-    assert job.controller.doomed == (earlier,)  # its writers are told to end all the same
+    assert job.controller.failed == (earlier,)  # its writers are told to end all the same
     del job.controller._participant.view.unfinished[earlier]
     job.controller.wait_for(job.save(5).handle)
     job.controller.close()
@@ -303,7 +303,7 @@ def test_F3_a_controller_that_dies_is_followed_by_one_that_goes_on(tmp_path):
 def test_refusals_of_a_controller(tmp_path):
     """Catches: an unknown group, an empty group, a report of something else."""
     with pytest.raises(ConfigError, match="at least one rank"):
-        Controller(tmp_path, {"actor": 0}, lambda doomed: [])
+        Controller(tmp_path, {"actor": 0}, lambda failed: [])
     job = GroupJob(tmp_path, SIZES)
     with pytest.raises(ConfigError, match="no group 'judge'"):
         job.controller.begin(1, {"judge": GroupPart("judge")})
@@ -600,7 +600,7 @@ def test_I10_asking_workers_may_raise_and_the_deadline_stays(tmp_path):
     job = GroupJob(tmp_path, SIZES, writer_timeout_s=0.2)
     save = job.begin(10)
 
-    def broken(doomed):
+    def broken(failed):
         raise RuntimeError("the network is gone")
 
     job.controller._ask_workers = broken
@@ -838,11 +838,11 @@ def test_workers_that_confirm_late_are_told_no_more(tmp_path):
     with pytest.raises(SaveFailed):
         save.handle.wait()
     job.controller.wait_until_finished()
-    assert job.controller.doomed == (ticket.of,)
+    assert job.controller.failed == (ticket.of,)
     job.controller.feed([WriterGone(ticket.of, ticket.first_rank)])
-    assert job.controller.doomed == (ticket.of,)
+    assert job.controller.failed == (ticket.of,)
     job.controller.feed([WriterGone(ticket.of, ticket.first_rank + 1)])
-    assert job.controller.doomed == ()
+    assert job.controller.failed == ()
     job.controller.close()
 
 

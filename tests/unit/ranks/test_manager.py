@@ -1820,7 +1820,7 @@ def test_I10_a_ctrl_c_is_heard_in_a_save_that_waits(run: Run):
     manager = run.open(launch=UnreadWithoutGate)
     with pytest.raises(KeyboardInterrupt):
         manager.save(1, weights(1))
-    (writer,) = manager._share._dying
+    (writer,) = manager._share._exiting
     assert (writer.process.looks, writer.process.outcome) == (1, Outcome(-9))
     with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
         manager.wait_until_finished()
@@ -2142,7 +2142,7 @@ def test_an_error_behind_the_launch_ends_the_writer(run: Run, monkeypatch: pytes
 
     monkeypatch.setattr(run.driver, "accept", fail)
     manager.save(1, weights(1))
-    (writer,) = manager._share._dying
+    (writer,) = manager._share._exiting
     outcome = writer.process.wait(10.0)
     assert outcome is not None and outcome.exitcode == -signal.SIGKILL
     with pytest.raises(SaveFailed, match="behind the launch"):

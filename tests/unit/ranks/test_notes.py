@@ -180,7 +180,7 @@ def test_a_controller_tells_the_time_of_begin(tmp_path, heard):
 
     ports = fake_ports(tmp_path / "root", driver=SlowFiles(), clock=clock)
     controller = Controller(
-        tmp_path / "root", {"a": 1}, lambda doomed: [], QUICK, hooks=[heard], ports=ports
+        tmp_path / "root", {"a": 1}, lambda failed: [], QUICK, hooks=[heard], ports=ports
     )
     controller.begin(10, {"notes": b"text"})
     assert heard.notes == [Stalled(10, 4.0)]

@@ -22,7 +22,7 @@ from ckptfsm.core.ports import OneRank
 from ckptfsm.core.progress import Progress, progress_of
 from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.ranks.progress import ShowProgress
+from ckptfsm.ranks.progress import ProgressDisplay
 from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.fakes import FifoGate
 from ckptfsm.testing.harness import SimClock
@@ -62,8 +62,8 @@ class Line:
         self.ended.append(text)
 
 
-def shown(line: Line | None, clock: SimClock, mode: str = "auto", rank: int = 0) -> ShowProgress:
-    return ShowProgress(mode, rank, clock, lambda: line)
+def shown(line: Line | None, clock: SimClock, mode: str = "auto", rank: int = 0) -> ProgressDisplay:
+    return ProgressDisplay(mode, rank, clock, lambda: line)
 
 
 def half() -> Progress:
@@ -182,11 +182,11 @@ def test_a_worker_of_a_group_tells_its_share_and_the_controller_logs_all(tmp_pat
 def test_a_line_is_drawn_at_most_ten_times_a_second():
     """Catches: a terminal that is drawn as often as the agent looks."""
     line, clock = Line(), SimClock()
-    show = shown(line, clock)
-    show.look()
-    show.begin(SAVE, 2, half)
+    display = shown(line, clock)
+    display.look()
+    display.start(SAVE, 2, half)
     for _ in range(30):
-        show.look()
+        display.look()
         clock.sleep(0.01)
     assert len(line.drawn) == 3
     assert line.drawn[0].startswith("saving step 7  ###")
@@ -197,11 +197,11 @@ def test_a_line_is_drawn_at_most_ten_times_a_second():
 def test_reports_of_ranks_are_counted_once_and_the_last_is_named():
     """Catches: a report that the rounds repeat, and one of another attempt."""
     line, clock = Line(), SimClock()
-    show = shown(line, clock)
-    show.begin(SAVE, 2, half)
+    display = shown(line, clock)
+    display.start(SAVE, 2, half)
     clock.sleep(1.0)
     first = ShardReported(OF, "state", 1, 2, 10**9)
-    show.hear(
+    display.note_reports(
         [
             first,
             ShardReported(OF, "notes", 1, 2, 5),
@@ -209,15 +209,15 @@ def test_reports_of_ranks_are_counted_once_and_the_last_is_named():
         ]
     )
     clock.sleep(1.0)
-    show.hear([first])
-    show.look()
+    display.note_reports([first])
+    display.look()
     assert line.drawn[-1].endswith("1/2 ranks")
-    show.hear([ShardReported(OF, "state", 0, 2, 10**9 - 5)])
+    display.note_reports([ShardReported(OF, "state", 0, 2, 10**9 - 5)])
     clock.sleep(60.0)
-    show.take(record(State.TRACKED))
+    display.take(record(State.TRACKED))
     assert line.ended == ["step 7 saved: 2.0 GB in 2.0 s (1.0 GB/s), rank 0 was the last of 2"]
-    show.look()
-    show.leave()
+    display.look()
+    display.leave()
     assert len(line.ended) == 1
 
 
@@ -227,19 +227,19 @@ def test_reports_of_ranks_are_counted_once_and_the_last_is_named():
 def test_a_lost_save_ends_its_line(dest, word):
     """Catches: a line that stays on the terminal as if the save went on."""
     line = Line()
-    show = shown(line, SimClock())
-    show.begin(SAVE, 1, half)
-    show.take(record(dest, State.FORKED))
+    display = shown(line, SimClock())
+    display.start(SAVE, 1, half)
+    display.take(record(dest, State.FORKED))
     assert line.ended == [f"step 7 {word} after 1.0 s, 1.0 GB of rank 0 were written"]
 
 
 def test_a_save_that_is_left_ends_its_line():
     """Catches: a shell whose prompt stands behind the line of a trainer that was interrupted."""
     line = Line()
-    show = shown(line, SimClock())
-    show.begin(SAVE, 1, half)
-    show.leave()
-    show.leave()
+    display = shown(line, SimClock())
+    display.start(SAVE, 1, half)
+    display.leave()
+    display.leave()
     assert len(line.ended) == 1 and "left in flight" in line.ended[0]
 
 
@@ -247,10 +247,10 @@ def test_a_terminal_that_is_gone_ends_the_display_only(caplog):
     """Catches: a save that fails, or an agent that ends, because a window was closed."""
     caplog.set_level("INFO", logger="ckptfsm")
     clock = SimClock()
-    show = shown(Line(broken=True), clock)
-    show.begin(SAVE, 1, half)
-    show.look()
-    show.take(record(State.TRACKED))
+    display = shown(Line(broken=True), clock)
+    display.start(SAVE, 1, half)
+    display.look()
+    display.take(record(State.TRACKED))
     events = [r.event for r in caplog.records]
     assert events == ["no_progress_line", "save_progress"]
 
@@ -260,11 +260,11 @@ def test_only_rank_0_shows_and_log_draws_nothing(caplog):
     caplog.set_level("INFO", logger="ckptfsm")
     line = Line()
     for mode, rank in (("log", 0), ("auto", 1), ("off", 0)):
-        show = shown(line, SimClock(), mode, rank)
-        show.begin(SAVE, 1, half)
-        show.hear([ShardReported(OF, "state", 0, 1, 5)])
-        show.look()
-        show.take(record(State.TRACKED))
+        display = shown(line, SimClock(), mode, rank)
+        display.start(SAVE, 1, half)
+        display.note_reports([ShardReported(OF, "state", 0, 1, 5)])
+        display.look()
+        display.take(record(State.TRACKED))
     assert (line.drawn, line.ended) == ([], [])
     assert len(said(caplog)) == 1
 
@@ -276,7 +276,7 @@ def test_the_agent_draws_while_the_trainer_computes(tmp_path, monkeypatch):
     monkeypatch.setattr(line, "draw", lambda text: (draw(text), drawn.set()))
     gate = FifoGate(tmp_path / "gate")
     with manager_of(tmp_path / "root", mailbox=OneRank(), before_write=gate.hold) as manager:
-        manager._participant.show._open = lambda: line
+        manager._participant.display._open = lambda: line
         handle = manager.save(1, {"w": 1})
         held = gate.reached()
         assert drawn.wait(WAIT_S)

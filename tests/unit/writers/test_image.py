@@ -404,7 +404,7 @@ def test_files_that_fail_together_do_not_wait_for_each_others_chunks():
     source._filled["0"] = Stolen()
     source.start()
     assert taken.wait(10)
-    source.give_up([image], OSError(errno.ENOSPC, "full"))
+    source.cancel([image], OSError(errno.ENOSPC, "full"))
     with pytest.raises(OSError, match="full"):
         source.take(image, ())
 
@@ -498,7 +498,7 @@ class Returned:
         view = memoryview(bytearray(images.CHUNK_BYTES))
         return Chunk(view, partial(self.back.append, slices[0].start // images.CHUNK_BYTES))
 
-    def give_up(self, images: Sequence[Image], error: BaseException) -> None: ...
+    def cancel(self, images: Sequence[Image], error: BaseException) -> None: ...
 
 
 def test_a_buffer_is_not_filled_again_before_it_was_written():

@@ -391,7 +391,9 @@ def test_no_receipt_comes_before_the_word(root: Path):
         seen.append([(root / LOCATION / receipt_name(name, 0)).exists() for name in "ab"])
 
     write_rank(
-        storage, job(*(FakePart(name, name, 0, content()) for name in "ab")), await_word=look
+        storage,
+        job(*(FakePart(name, name, 0, content()) for name in "ab")),
+        await_confirmation=look,
     )
     look()
     assert seen == [[False, False], [True, True]]

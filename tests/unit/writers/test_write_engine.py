@@ -33,7 +33,7 @@ from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.images import Literal, Memory, image_of
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import NotGone, Outcome, PartJob, RankJob
+from ckptfsm.core.ports import LaunchInterrupted, Outcome, PartJob, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers import rank_writer, write_engine, write_job
@@ -44,11 +44,11 @@ from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 from ckptfsm.writers.write_job import MemoryRoute, WriteJob
 from ckptfsm.writers.write_process import (
     Hello,
+    MemoryRead,
     OrderAccepted,
     ProbeMemory,
-    Taken,
     WriteOrder,
-    _await_word,
+    _await_confirmation,
 )
 
 OF = AttemptId(5, 1, 1)
@@ -74,7 +74,7 @@ class State:
         name: str = "state",
         files: str = "__0",
         *,
-        lent: bool = True,
+        mutable: bool = True,
         early: Collection[int] = (),
     ) -> ImagePart:
         images = [
@@ -82,7 +82,7 @@ class State:
                 f"{files}_{i}.distcp",
                 [
                     Literal(b"head"),
-                    Memory(ctypes.addressof(b), len(b), lent, early=i in early),
+                    Memory(ctypes.addressof(b), len(b), mutable, early=i in early),
                     Literal(b"t"),
                 ],
             )
@@ -140,7 +140,7 @@ def job(*parts, of: AttemptId = OF) -> RankJob:
 def writer(engine, storage, *parts, of: AttemptId = OF, changed=str) -> RankWriter:
     draft = SimpleNamespace(changed=changed, let_go=lambda: None)
     made = RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, draft=draft)
-    made.begin()
+    made.check_launch()
     return made
 
 
@@ -229,7 +229,7 @@ def test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns(
     if run.process.must_wait:
         run.process.await_copy(WAIT_S)
     ctypes.memset(state.buffers[1], 0, len(state.buffers[1]))
-    assert run.process._lent  # the other tensor
+    assert run.process._mutable  # the other tensor
     ends(run)
     assert (root / LOCATION / "__0_0.distcp").read_bytes() == state.wanted(0)
     assert (root / LOCATION / "__0_1.distcp").read_bytes() == wanted
@@ -303,7 +303,7 @@ def kill(process: WriteJob) -> None:
 @pytest.fixture
 def dies(monkeypatch):
     """Makes the next processes die when they have begun a job, before they read."""
-    left, doomed = [0], []
+    left, failed = [0], []
     send, next_message = Spawned.send, Spawned.next_message
 
     def last_message(process: Spawned, message: object, *more, **named) -> None:
@@ -314,10 +314,10 @@ def dies(monkeypatch):
         send(process, message, *more, **named)
         if deadly:
             os.kill(process.pid, signal.SIGKILL)
-            doomed.append(process)
+            failed.append(process)
 
     def of_the_dead(process: Spawned, timeout_s: float) -> object:
-        return OrderAccepted() if process in doomed else next_message(process, timeout_s)
+        return OrderAccepted() if process in failed else next_message(process, timeout_s)
 
     monkeypatch.setattr(Spawned, "send", last_message)
     monkeypatch.setattr(Spawned, "next_message", of_the_dead)
@@ -398,7 +398,7 @@ def test_F1_a_whole_copy_is_written_again_before_the_receipt(engine, storage, ro
 def test_F1_copies_that_were_let_go_are_not_read_again(engine, storage, root):
     """Catches: other memory in a checkpoint, or zeros: the trainer let go of host copies once they were
     read, and a new writer reads them."""
-    parts = State().part(), State().part("copies", "__1", lent=False)
+    parts = State().part(), State().part("copies", "__1", mutable=False)
     process = engine(mode="eager")(storage, job(*parts))
     while not process._taken:
         process._listen(WAIT_S)
@@ -514,10 +514,10 @@ def test_F13_an_interrupt_tells_of_a_process_that_does_not_end(engine, storage, 
     ends(writer(used, storage, State().part()))
     first = used._process
     struck = end_before(WriteOrder, signal.SIGSTOP, 1, monkeypatch)
-    used.hear = lambda: SystemExit() if struck else None
+    used.check_signals = lambda: SystemExit() if struck else None
     with monkeypatch.context() as patch:
         patch.setattr(Spawned, "kill", lambda *_: False)
-        with pytest.raises(NotGone) as raised:
+        with pytest.raises(LaunchInterrupted) as raised:
             used(storage, job(State().part()))
         assert isinstance(raised.value.reason, SystemExit)
         left = raised.value.process
@@ -619,7 +619,7 @@ def test_an_interrupt_ends_the_wait_for_the_hello(engine, storage, root, unheard
     """Catches: a Ctrl-C that waits until a stopped process has missed its deadline."""
     used = engine()
     heard: list[BaseException | None] = [None, raised()]
-    used.hear = lambda: heard.pop(0)
+    used.check_signals = lambda: heard.pop(0)
     with pytest.raises(raised):
         used(storage, job(State().part()))
     assert [process.exitcode() for process in unheard] == [-signal.SIGKILL]
@@ -827,12 +827,12 @@ def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
     state, other = InSegment(used), State(count=1)
     alone = used(storage, job(state.part()))
     assert alone._arena is None
-    assert alone._lent
+    assert alone._mutable
     assert alone.kill(WAIT_S)
     of = begin_attempt(root)
     both = writer(used, storage, state.part(), other.part("other", "__1"), of=of)
     assert both.process._arena.size < 4 * MIB
-    assert both.process._lent
+    assert both.process._mutable
     assert isinstance(ends(both)[-1], ShardReported)
     assert (root / staging_dir(of) / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
     assert (root / staging_dir(of) / "__1_0.distcp").read_bytes() == other.wanted(0)
@@ -1008,7 +1008,7 @@ def test_receipts_wait_for_the_reads_and_the_trainer():
     calls = []
     source = SimpleNamespace(join=lambda: calls.append("read"))
     word = SimpleNamespace(wait=lambda: calls.append("word"))
-    _await_word(source, word)
+    _await_confirmation(source, word)
     assert calls == ["read", "word"]
 
 
@@ -1112,10 +1112,10 @@ class Told:
 
 def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     """Catches: a trainer that changes its state while the writer reads it."""
-    process = Told(Hello(""), Taken())
+    process = Told(Hello(""), MemoryRead())
     used, work = engine(), job(State().part())
-    done = {"take_back": used.take_back, "take_back_arena": used.take_back_arena}
-    written = WriteJob(process, work, MemoryRoute(0, lent=True), **done)
+    done = {"reuse_process": used.reuse_process, "reuse_arena": used.reuse_arena}
+    written = WriteJob(process, work, MemoryRoute(0, mutable=True), **done)
     assert [written.holds_copy for _ in range(3)] == [False, True, True]
 
 
@@ -1140,7 +1140,7 @@ class Copies:
 
 
 def copied_part(copies: Copies) -> ImagePart:
-    return replace(State().part(lent=False), copying=copies)
+    return replace(State().part(mutable=False), copying=copies)
 
 
 def test_an_order_waits_for_the_accelerators_copies(engine, storage, root):
@@ -1289,7 +1289,7 @@ def test_an_interrupt_ends_the_wait_for_a_process_that_does_not_read(
     used = engine(mode="gated")
     ends(writer(used, storage, State().part()))
     struck = end_before(WriteOrder, signal.SIGSTOP, 1, monkeypatch)
-    used.hear = lambda: KeyboardInterrupt() if struck else None
+    used.check_signals = lambda: KeyboardInterrupt() if struck else None
     image = image_of("x", [Literal(bytes(4 * MIB)), *State().part().images[0].pieces])
     with pytest.raises(KeyboardInterrupt):
         used(storage, job(ImagePart("state", "", (image,))))
@@ -1315,7 +1315,7 @@ def test_copies_of_the_trainer_are_kept_until_they_are_read(engine, storage, roo
     while the writer reads it, or kept after that."""
     owner = Owner()
     alive = weakref.ref(owner)
-    part = replace(State(size=40 * MIB).part(lent=False), owner=owner)
+    part = replace(State(size=40 * MIB).part(mutable=False), owner=owner)
     run = writer(engine(free_bytes=lambda: 0, buffer_bytes=8 * MIB), storage, part)
     assert run.has_copy
     assert isinstance(run.process, WriteJob)
@@ -1346,7 +1346,7 @@ class InSegment:
     def __init__(self, engine: WriteEngine, size: int = 9 * MIB) -> None:
         self.segment = SharedSegment(size)
         self.segment.view(0, size)[:] = bytes([66]) * size
-        engine.lend(self.segment)
+        engine.add_segment(self.segment)
 
     def part(self) -> ImagePart:
         memory = Memory(self.segment.address + 5, self.segment.size - 5)

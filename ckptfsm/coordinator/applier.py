@@ -1,4 +1,4 @@
-"""The engine: events go through the ledger into the journal, then their commands are run.
+"""Applies events: through the ledger into the journal, then their commands are run.
 
 It lives for one epoch of one root, on the coordinator's thread. If the journal cannot take a move, the
 move has not happened. A command that fails is retried until the disk takes it. Two errors are never
@@ -115,8 +115,10 @@ class NewsQueue:
             self._items.popleft()
 
 
-class Engine:
-    """See the module. ``begin`` first; ``end`` last. ``records_policy``: see ``CoordinatorOptions``."""
+class Applier:
+    """See the module. ``open_journal`` first; ``close_journal`` last. ``records_policy``: see
+    ``CoordinatorOptions``.
+    """
 
     def __init__(
         self,
@@ -148,18 +150,18 @@ class Engine:
         self.pending: tuple[Command, ...] = ()  # failed, to be tried again at the next tick
         # The unfinished attempts that wait for the disk, with the reported reason.
         self.blocked: dict[AttemptId, CkptFsmError] = {}
-        # Set while an opening carries out its plan. A disk error does not fail the last hope, the only
-        # attempt that could be resumed from. A fresh start keeps all: it deletes nothing.
-        self.last_hope: AttemptId | None = None
+        # Set while an opening carries out its plan. A disk error does not fail the only attempt
+        # that could be resumed from. A fresh start keeps all: it deletes nothing.
+        self.only_resumable: AttemptId | None = None
         self.keep_all = False
-        self.retire_due = False  # the disk refused it
+        self.retention_due = False  # the disk refused it
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # paths there at the first try
 
     @property
     def epoch(self) -> int:
         return self._ownership.epoch
 
-    def begin(self, history: History, identity: Identity) -> None:
+    def open_journal(self, history: History, identity: Identity) -> None:
         """Open this epoch's segment: seals of the newest older ones and the ledger as it stands."""
         if history.newest_epoch >= self._ownership.epoch:  # alive: never touch its segment
             raise Fenced(
@@ -218,7 +220,7 @@ class Engine:
             said = f"{JOURNAL}: old segments stay for now: {why}"
             say(log.warning, "journal_not_folded", said, file=JOURNAL, error=why)
 
-    def end(self) -> None:
+    def close_journal(self) -> None:
         """Close the journal."""
         self._journal.close()
 
@@ -254,7 +256,7 @@ class Engine:
             self.moves += 1
             self.blocked.pop(moved.of, None)
             self.news.append(record)
-            say(log.info, "transition", _told(record), record=record)
+            say(log.info, "transition", _transition_text(record), record=record)
         self.ledger = ledger
         if command is not None:
             self.run(command)
@@ -275,25 +277,25 @@ class Engine:
         self.ledger = ledger
 
     def give_space_back(self, limit: int) -> int:
-        """Delete up to ``limit`` entries of files given up. See ``trash.remove_some``."""
+        """Delete up to ``limit`` entries of discarded files. See ``trash.remove_some``."""
         return remove_some(self._storage, limit, self.check_epoch)
 
-    def sort_trash(self, given_up: Collection[AttemptId]) -> None:
+    def sort_trash(self, discarded: Collection[AttemptId]) -> None:
         """Sort the trash at an opening: entries are deleted, or kept in quarantine (I1).
 
         A fenced manager's late rename takes whatever directory then has the name. So an entry is
-        deleted only if its manifest names an attempt that the journal shows as ``given_up``.
+        deleted only if its manifest names an attempt that the journal shows as ``discarded``.
         Attempts that the ledger knows are decided elsewhere.
         """
         for of, paths in self._in_trash().items():
             if of not in self.ledger.checkpoints:
                 for path in paths:
-                    self._sort(of, path, given_up=of in given_up)
+                    self._sort(of, path, discarded=of in discarded)
 
-    def _give_up(self, of: AttemptId, aside: str) -> None:
+    def _discard(self, of: AttemptId, aside: str) -> None:
         """Give up the directory just moved ``aside``, and all that have the attempt's manifest."""
         for path in self._in_trash().get(of, []):
-            self._sort(of, path, given_up=True, sure=path == aside)
+            self._sort(of, path, discarded=True, sure=path == aside)
 
     def _in_trash(self) -> dict[AttemptId, list[str]]:
         """The paths in the trash by attempt; empty if the disk cannot be read."""
@@ -303,11 +305,11 @@ class Engine:
             _say_not_sorted(TRASH, error)
             return {}
 
-    def _sort(self, of: AttemptId, path: str, *, given_up: bool, sure: bool = False) -> None:
-        """Give up a directory in the trash, or keep it. A failure is left to the next opening."""
+    def _sort(self, of: AttemptId, path: str, *, discarded: bool, sure: bool = False) -> None:
+        """Discard a directory in the trash, or keep it. A failure is left to the next opening."""
         try:
-            if sure or (given_up and is_manifest_of(self._storage, self.layout, of, path)):
-                self.mover.set_aside(path, str(of), give_up=True)
+            if sure or (discarded and is_manifest_of(self._storage, self.layout, of, path)):
+                self.mover.set_aside(path, str(of), discard=True)
                 return
             self.mover.set_aside(path, str(of))
         except (Fenced, OutcomeUnknown):
@@ -422,7 +424,7 @@ class Engine:
             if checkpoint.published:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
-            if checkpoint.id == self.last_hope and isinstance(error, OSError):
+            if checkpoint.id == self.only_resumable and isinstance(error, OSError):
                 if isinstance(error, CkptFsmError):
                     raise
                 raise storage_error(
@@ -446,7 +448,7 @@ class Engine:
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
             if not self.keep_all:
-                self.retire()
+                self.try_retention()
 
     def _run_prune(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state is not State.PRUNABLE:
@@ -475,7 +477,7 @@ class Engine:
             self.post(Reprieved(checkpoint.id, kept))
             return kept
         self.post(Removed(checkpoint.id))
-        self._give_up(checkpoint.id, aside)
+        self._discard(checkpoint.id, aside)
         return ""
 
     def withdraw(self, checkpoint: Checkpoint, detail: str) -> None:
@@ -491,7 +493,7 @@ class Engine:
         held = any(self._has_its_name(other) for other in others)
         aside = self.mover.clean_up(checkpoint, alone=not others, held=held)
         self.post(Cleaned(checkpoint.id))
-        self._give_up(checkpoint.id, aside)
+        self._discard(checkpoint.id, aside)
 
     def _may_be_there(self, withdrawn: Checkpoint) -> bool:
         """True if a withdrawn checkpoint may still be at its name: adopted, and not moved."""
@@ -521,21 +523,25 @@ class Engine:
             raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
         self.mover.quarantine(checkpoint, alone=alone, earlier=earlier)
 
-    def retire(self) -> None:
-        """Prune what retention has given up. If the disk refuses, again at the next tick."""
-        self.retire_due = True
+    def try_retention(self) -> None:
+        """Apply retention. If the disk refuses, again at the next tick."""
+        self.retention_due = True
         try:
-            for offer in self.given_up():
-                self.post(offer)
+            self.apply_retention()
         except (Fenced, OutcomeUnknown):
             raise
         except OSError as error:
             said = f"retention is put off: {describe(error)}"
             say(log.warning, "retention_put_off", said, error=describe(error))
             return
-        self.retire_due = False
+        self.retention_due = False
 
-    def given_up(self) -> list[Superseded]:
+    def apply_retention(self) -> None:
+        """Prune what retention no longer keeps. Raises the error of the disk."""
+        for offer in self.to_prune():
+            self.post(offer)
+
+    def to_prune(self) -> list[Superseded]:
         """The pruning events of the checkpoints that no policy, pin or reader keeps."""
         self.reread_protection()
         try:
@@ -545,7 +551,7 @@ class Engine:
             said = f"the retention policy failed, and all is kept: {describe(error)}"
             say(log.exception, "retention_policy_failed", said, error=describe(error))
             return []
-        return self.ledger.prunable(preserved)
+        return self.ledger.to_prune(preserved)
 
     def reread_protection(self) -> None:
         """Read pins and readers' leases anew from disk."""
@@ -605,7 +611,7 @@ class Engine:
             self.post(failed)
 
     def _reject(self, rejected: Rejected) -> None:
-        """Drop a report that does not count; another world size condemns its attempt."""
+        """Drop a report that does not count; another world size fails its attempt."""
         name, why = rejected.event.name, rejected.why
         said = f"step {rejected.event.of.step}: a report is rejected: {name}: {why}"
         write = log.debug if rejected.late else log.warning
@@ -614,8 +620,8 @@ class Engine:
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
 
 
-def _told(record: TransitionRecord) -> str:
-    """A transition in one line, for people."""
+def _transition_text(record: TransitionRecord) -> str:
+    """A transition in one line, for display."""
     text = f"step {record.step}: {record.source.value} -> {record.dest.value}"
     if record.reason:
         text += f" ({record.reason})"

@@ -1,4 +1,4 @@
-"""The engine of the coordinator on a simulated disk: it publishes, keeps, refuses, and brings along."""
+"""The applier of the coordinator on a simulated disk: it publishes, keeps, refuses, and brings along."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roots import (
     tracked,
 )
 
-from ckptfsm.coordinator.engine import NewsQueue
+from ckptfsm.coordinator.applier import NewsQueue
 from ckptfsm.core import events as m
 from ckptfsm.core.errors import (
     ConfigError,

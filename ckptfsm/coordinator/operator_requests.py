@@ -1,4 +1,4 @@
-"""Errands: requests of people, carried out in the same way on a live and a dead root."""
+"""Operator requests, carried out in the same way on a live and a dead root."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def carry_out(coordinator: Coordinator, asked: Asked) -> str:
     if asked.errand == "drop":
         if asked.name is None:
             raise ConfigError("drop needs a name in quarantine")
-        coordinator.drop(asked.name)
+        coordinator.discard_quarantined(asked.name)
         return f"{asked.name} will be deleted"
     if step is None:
         raise ConfigError(f"{asked.errand} needs a step")
@@ -45,15 +45,15 @@ def carry_out(coordinator: Coordinator, asked: Asked) -> str:
 
 def _prune(coordinator: Coordinator, *, dry: bool) -> str:
     """Apply the retention policy of the owner now. Raises ``SaveRefused`` if retention waits."""
-    given_up = coordinator.given_up()
-    if not given_up:
+    to_prune = coordinator.steps_to_prune()
+    if not to_prune:
         return "retention keeps every checkpoint"
-    named = ", ".join(map(str, given_up))
+    named = ", ".join(map(str, to_prune))
     if dry:
         return f"would prune: {named}{_unless_it_waits(coordinator)}"
-    coordinator.retire()
+    coordinator.apply_retention()
     left = {c.step for c in coordinator.ledger.in_state(State.TRACKED, State.PRUNABLE)}
-    kept = [step for step in given_up if step in left]
+    kept = [step for step in to_prune if step in left]
     return f"pruned: {named}" + (f"; not yet: {', '.join(map(str, kept))}" if kept else "")
 
 
@@ -68,7 +68,7 @@ def _unpin(coordinator: Coordinator, step: int) -> str:
     said = f"step {step} is not pinned any more"
     if was_there and coordinator.ledger.at(step) is None:
         return f"{said}, and retention has given it up"
-    return said + (_unless_it_waits(coordinator) if step in coordinator.given_up() else "")
+    return said + (_unless_it_waits(coordinator) if step in coordinator.steps_to_prune() else "")
 
 
 def _would_prune_step(coordinator: Coordinator, step: int) -> str:

@@ -1,4 +1,6 @@
-"""Which room may import which, what the core may use, and where torch, deletions and the table are."""
+"""Which subpackage may import which, what the core may use, and where torch, deletions and the
+table are.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from house.source import (
     imported_modules,
     imports,
     packages,
-    room,
+    subpackage,
     tree,
 )
 
-# From the ground up: a room imports those before it, and nothing after it.
-ROOMS = (
+# From the ground up: a subpackage imports those before it, and nothing after it.
+SUBPACKAGES = (
     "core",
     "adapters",
     "disk",
@@ -35,7 +37,7 @@ ROOMS = (
     "demo",
     "cli",
 )
-APART = {  # rooms that are earlier in the list, and yet not to be imported
+APART = {  # subpackages that are earlier in the list, and yet not to be imported
     "follow": {"writers", "coordinator"},
     "views": {"adapters", "writers", "coordinator", "follow", "ranks", "megatron", "integrations"},
     "testing": {"megatron", "integrations", "views"},
@@ -71,22 +73,22 @@ LIBRARIES = {
 HEAVY = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
 WITH_TORCH = {"megatron", "demo", "integrations"}
 DELETERS = {"disk/trash.py", "adapters/posix_storage.py"}
-CORE = [module for module in MODULES if room(module) == "core"]
+CORE = [module for module in MODULES if subpackage(module) == "core"]
 
 
 def test_imports_point_down():
-    """Catches: a room that imports a room above it, or a foreign package."""
-    floor = {name: number for number, name in enumerate(ROOMS)}
+    """Catches: a subpackage that imports a subpackage above it, or a foreign package."""
+    floor = {name: number for number, name in enumerate(SUBPACKAGES)}
     found = [
         f"{module} imports {other}"
         for module in MODULES
         for other in imported_modules(module)
-        if room(module) and room(other) != room(module)
-        if not room(other)
+        if subpackage(module) and subpackage(other) != subpackage(module)
+        if not subpackage(other)
         and other != "__init__.py"
-        or room(other)
-        and floor[room(other)] > floor[room(module)]
-        or room(other) in APART.get(room(module), ())
+        or subpackage(other)
+        and floor[subpackage(other)] > floor[subpackage(module)]
+        or subpackage(other) in APART.get(subpackage(module), ())
     ]
     assert found == []
 
@@ -150,9 +152,9 @@ def test_F14_no_decision_reads_a_clock():
     assert not {"time", "datetime"} & {name for module in modules for name in packages(module)}
 
 
-def test_torch_is_in_few_rooms():
+def test_torch_is_in_few_subpackages():
     """Catches: torch needed to read a journal, or to import the package."""
-    found = [m for m in MODULES if room(m) not in WITH_TORCH and packages(m) & HEAVY]
+    found = [m for m in MODULES if subpackage(m) not in WITH_TORCH and packages(m) & HEAVY]
     assert found == []
 
 
@@ -160,7 +162,7 @@ def test_the_kit_needs_hypothesis_alone():
     """Catches: a tool of our proof in the wheel, with packages that no user's test needs."""
     of_the_library = {"pydantic", "pydantic_core", "xxhash"}
     allowed = {*sys.stdlib_module_names, *of_the_library, "hypothesis"}
-    found = [(m, packages(m) - allowed) for m in MODULES if room(m) == "testing"]
+    found = [(m, packages(m) - allowed) for m in MODULES if subpackage(m) == "testing"]
     assert [(module, names) for module, names in found if names] == []
 
 
@@ -186,7 +188,7 @@ def test_I1_deletion_is_in_one_place():
     found = {
         module
         for module in MODULES
-        if room(module) not in {"testing", "demo"}
+        if subpackage(module) not in {"testing", "demo"}
         for name, call in calls(module)
         if name in {"unlink", "rmdir", "rmtree"} or ast.unparse(call.func) == "os.remove"
     }
@@ -194,9 +196,9 @@ def test_I1_deletion_is_in_one_place():
 
 
 def test_the_checked_modules_exist():
-    """Catches: a rename that silently takes a module, or a room, out of these checks."""
+    """Catches: a rename that silently takes a module, or a subpackage, out of these checks."""
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert folders == set(ROOMS)
+    assert folders == set(SUBPACKAGES)
     assert not (DELETERS | set(LIBRARIES)) - set(MODULES)
     assert not {name for module in MODULES for name in imports(module)} & {"ckptfsm.core"}
 
