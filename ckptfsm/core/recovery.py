@@ -260,7 +260,8 @@ def _in_order(known: list[Decision], unknown: list[Decision]) -> list[Decision]:
     """
     leaving = [d for d in known if _has(d, Prune)]
     failed = [d for d in known if _has(d, WritersLost)]
-    withdrawn = [d for d in reversed(known) if _has(d, Withdrawn)]
+    withdrawn = [d for d in known if _has(d, Withdrawn)]
+    withdrawn.sort(key=lambda d: d.step or 0, reverse=True)
     staying = [d for d in known if d not in leaving and d not in failed and d not in withdrawn]
     busy = {d.step for d in known if d.actions and d not in failed}
     first = [d for d in unknown if d.actions and d.step not in busy]
