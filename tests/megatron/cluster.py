@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roots import read_segments
+
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.versions import installed, series_of
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.disk.inspection import read_manifest, read_tracker
-from ckptfsm.disk.journal import History, read_history, read_segments
+from ckptfsm.disk.journal import History, read_history
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 60.0  # of any wait; the machine may be busy with other work

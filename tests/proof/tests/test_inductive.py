@@ -85,7 +85,7 @@ def test_a_ledger_that_offers_the_latest_disagrees(spec, monkeypatch):
         return replace(original(self, checkpoint, latest, preserved), kept_by=())
 
     monkeypatch.setattr(ledger_module.Ledger, "_offer", offer)
-    assert any("prunable" in what for _, what in layer.agree(spec, 3000, Coverage()))
+    assert any("to_prune" in what for _, what in layer.agree(spec, 3000, Coverage()))
 
 
 def test_random_cases_are_the_same_every_time():
