@@ -66,10 +66,10 @@ def _staged(state: TrainingState, copies: DeviceCopies) -> None:
     if copy is None:
         raise RuntimeError("no memory could be pinned: see the log")
     for number, tensor in enumerate(state.tensors):
-        room = copy.slot_for(tensor)
-        if room is None:
+        slot = copy.slot_for(tensor)
+        if slot is None:
             raise RuntimeError(f"tensor {number} is not copied by the device")
-        copy.add(str(number), tensor, room, small=False)
+        copy.add(str(number), tensor, slot, first=False)
     copy.start()
     torch.cuda.synchronize()
     if not copy.done():

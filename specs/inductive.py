@@ -14,7 +14,7 @@ How to read the relation:
   crash can come between any two. Rules of ``WEATHER`` are events from outside: crashes, power loss,
   damage, readers, people.
 * A condition is named after the code that establishes it: ``table``, ``ledger...`` (both compared
-  with production). Other names say in words which fact on disk engine, effects or recovery have
+  with production). Other names say in words which fact on disk applier, effects or recovery have
   established before they post the event.
 * Journal and ledger are one variable, ``state``. Production appends the record before the ledger
   moves, so a crash finds either both or neither. The record of an effect comes after the effect.

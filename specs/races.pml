@@ -219,7 +219,7 @@ inline may_die() {
   fi
 }
 
-/* Mover.prune and engine._run_prune */
+/* Mover.prune and Applier._run_prune */
 inline prune(me, s) {
   BOOK(me, s) = prunable;
   check(me);
@@ -281,7 +281,7 @@ inline retry(me) {
 #define UNDECIDED(me, s) (BOOK(me, s) == prunable)
 #endif
 
-/* engine.give_space_back: list, then delete every listed directory that is not undecided. Production
+/* Applier.give_space_back: list, then delete every listed directory that is not undecided. Production
    deletes less: only directories under a given-up name, a rename that follows the journal's record */
 inline empty_trash(me) {
   check(me);

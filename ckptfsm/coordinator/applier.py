@@ -284,8 +284,8 @@ class Applier:
         """Sort the trash at an opening: entries are deleted, or kept in quarantine (I1).
 
         A fenced manager's late rename takes whatever directory then has the name. So an entry is
-        deleted only if its manifest names an attempt that the journal shows as ``discarded``.
-        Attempts that the ledger knows are decided elsewhere.
+        deleted only if its manifest names an attempt that the journal shows as pruned, or as failed and
+        cleaned up (``discarded``). Attempts that the ledger knows are decided elsewhere.
         """
         for of, paths in self._in_trash().items():
             if of not in self.ledger.checkpoints:
@@ -293,7 +293,7 @@ class Applier:
                     self._sort(of, path, discarded=of in discarded)
 
     def _discard(self, of: AttemptId, aside: str) -> None:
-        """Give up the directory just moved ``aside``, and all that have the attempt's manifest."""
+        """Discard the directory just moved ``aside``, and all that have the attempt's manifest."""
         for path in self._in_trash().get(of, []):
             self._sort(of, path, discarded=True, sure=path == aside)
 

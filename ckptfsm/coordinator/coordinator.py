@@ -741,7 +741,7 @@ class Coordinator:
 
 
 def _next_of(requests: Iterator[Asked]) -> Asked | None:
-    """The next request of a person; None if there is none, or the disk does not give it."""
+    """The next operator request; None if there is none, or the disk does not give it."""
     try:
         return next(requests, None)
     except OSError as error:

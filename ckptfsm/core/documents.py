@@ -181,7 +181,7 @@ RequestKind = Literal["pin", "unpin", "prune", "prune_step", "rollback", "drop",
 
 
 class Asked(Document):
-    """A request of a person to the owner that has ``epoch``; the next owner does not carry it out.
+    """An operator request to the owner that has ``epoch``; the next owner does not carry it out.
 
     ``by`` names the person's process, for display. ``dry``: only tell what would be done. ``name``: a
     name in quarantine.

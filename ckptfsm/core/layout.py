@@ -185,7 +185,7 @@ def parse_reader(name: str) -> int | None:
 
 
 def request_name(nonce: str) -> str:
-    """A request of a person to the owner of the root."""
+    """An operator request to the owner of the root."""
     return f"{INBOX}/{nonce}.json"
 
 

@@ -293,7 +293,7 @@ class PartJob:
 
     @property
     def part_jobs(self) -> tuple[PartJob, ...]:
-        """The shares that it consists of, in writing order."""
+        """The jobs that it consists of, in writing order."""
         return (self,)
 
     def read_from(self, source: ChunkSource) -> None:
@@ -328,7 +328,7 @@ class RankJob:
 
     @property
     def part_jobs(self) -> tuple[PartJob, ...]:
-        """The shares of all parts in writing order."""
+        """The jobs of all parts, in writing order."""
         return tuple(part_job for part in self.parts for part_job in part.part_jobs)
 
     @property

@@ -146,7 +146,7 @@ class BaseGroupWorker:
     def _stage_and_launch(
         self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts
     ) -> None:
-        """Stage and fork, as a rank of an SPMD job does."""
+        """Stage, and launch the writer, as a rank of an SPMD job does."""
         storage, directory = self._open(ticket.root), ticket.part.directory
         if directory:
             visibility = Visibility(self._ports.clock, self._config.visibility_timeout_s)

@@ -152,7 +152,7 @@ class View:
 
 
 def named(reason: CkptFsmError) -> str:
-    """The reason of a block, for people: the call, its file, the name of the error."""
+    """The reason of a block, for display: the call, its file, the name of the error."""
     facts = (reason.facts.get("file"), reason.facts.get("errno_name"))
     details = ", ".join(str(fact) for fact in facts if fact is not None)
     return f"{reason.message} ({details})" if details else reason.message

@@ -451,10 +451,10 @@ class Participant:
             raise error
 
     def emit_warnings(self) -> None:
-        """Warn of the notes. No collective may follow: a filter may turn a warning into an error."""
-        notes, self._warnings = self._warnings, []
-        for note in notes:
-            warn_caller(note)
+        """Emit the kept warnings. No collective may follow: a filter may turn one into an error."""
+        warnings, self._warnings = self._warnings, []
+        for warning in warnings:
+            warn_caller(warning)
 
     # -------------------------------------------------------------------------------------- a save
 

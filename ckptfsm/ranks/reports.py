@@ -64,7 +64,7 @@ class RankReports:
     def launch_share(
         self, storage: Storage, accepted: Accepted, draft: Draft, check_signals: CheckSignals
     ) -> None:
-        """Stage and fork. An error here is carried: the attempt fails at the next exchange.
+        """Stage, and launch the writer. An error is carried: the attempt fails at the next exchange.
 
         A rank that writes none of the parts has no writer. ``check_signals``: see ``Share.write``.
         """

@@ -66,8 +66,8 @@ class Prefetch:
         self._error: BaseException | None = None
         self._twice = twice
         self._first: list[tuple[int, int, int]] = []  # address, length, digest: of each read
-        self._given_up: set[str] = set()
-        self._lock = threading.Lock()  # of a look at the names given up and what follows
+        self._cancelled: set[str] = set()
+        self._lock = threading.Lock()  # of a look at the cancelled names and what follows
         self._thread = threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch")
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class Prefetch:
 
     def cancel(self, images: Sequence[Image], error: BaseException) -> None:
         with self._lock:
-            self._given_up |= {image.name for image in images}
+            self._cancelled |= {image.name for image in images}
             for image in images:
                 filled = self._filled[image.name]
                 with contextlib.suppress(queue.Empty):  # another thread may take the last one
@@ -154,7 +154,7 @@ class Prefetch:
                     digest = xxhash.xxh3_64_intdigest(chunk.view[at : at + length])
                     self._first.append((piece.address + start, length, digest))
         with self._lock:
-            if image.name in self._given_up:
+            if image.name in self._cancelled:
                 chunk.give_back()
             else:
                 self._filled[image.name].put(chunk)

@@ -77,7 +77,7 @@ def test_a_key_that_one_rank_misnames_is_named_on_all(cluster: Cluster, root: Pa
 
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "strided"])
 def test_a_common_value_may_be_a_tensor_of_any_layout(layout: str) -> None:
-    """Found by attack. Catches: a sparse tensor among the common values that makes every save fail."""
+    """Catches: a sparse tensor among the common values that makes every save fail."""
     from ckptfsm.megatron.torch_dist import to_host
 
     tensor = torch.eye(3)

@@ -55,7 +55,7 @@ def interruptible() -> Iterator[None]:
 def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
     where: str, tmp_path: Path
 ):
-    """Found by attack. Catches: a Ctrl-C, which a notebook survives, in the middle of ``save``: the
+    """Catches: a Ctrl-C, which a notebook survives, in the middle of ``save``: the
     attempt waits for a writer that is never forked, and every later save runs into its deadline."""
     ctrl_c = CtrlC("mkdir", ".ckptfsm/staging/2.")
     storage = FaultStorage(PosixStorage(tmp_path / "root"), before=ctrl_c)
@@ -115,7 +115,7 @@ def test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten(tmp_path: Path)
 
 @pytest.mark.usefixtures("interruptible")
 def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
-    """Found by attack. Catches: a Ctrl-C while the root is opened: the process that survives it finds
+    """Catches: a Ctrl-C while the root is opened: the process that survives it finds
     the root owned by itself."""
     ctrl_c = CtrlC("open_exclusive", "journal")
     ctrl_c.armed = True

@@ -50,7 +50,7 @@ def owner_that_copied(root: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_F32_a_root_whose_owner_copied_it_is_busy(tmp_path: Path):
-    """Found by attack. Catches: a trainer that reads the file of its lock, to copy the root, and has
+    """Catches: a trainer that reads the file of its lock, to copy the root, and has
     lost the lock by that: a stray start fences it."""
     root = tmp_path / "root"
     with owner_that_copied(root) as owner:

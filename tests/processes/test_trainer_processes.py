@@ -56,7 +56,7 @@ print("alive")
 def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
     trainers: str, ends: tuple[int, list[str]], tmp_path: Path
 ):
-    """Found by attack. Catches: the first manager taking the second one's handler away, and the second
+    """Catches: the first manager taking the second one's handler away, and the second
     putting back the dead first one's: no scheduler can end the process any more."""
     command = [sys.executable, "-c", SIGNALS, str(tmp_path), trainers]
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=60)
@@ -65,7 +65,7 @@ def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
 
 @pytest.mark.parametrize("does", ["exit", "raise", "close", "abandon", "poll", "save", "wait"])
 def test_F13_a_process_that_the_trainer_forks_leaves_its_saves_alone(does: str, tmp_path: Path):
-    """Found by attack. Catches: a child of the trainer that leaves through the ``with`` block, and
+    """Catches: a child of the trainer that leaves through the ``with`` block, and
     kills its parent's writer, or hangs there."""
     gate = FifoGate(tmp_path / "gate")
     driver = FakeDriver()

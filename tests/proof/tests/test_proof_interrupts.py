@@ -58,7 +58,7 @@ def lines_of(function: Function) -> set[tuple[str, int]]:
 def test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of(
     functions: Sequence[Function], sites: list[Site]
 ):
-    """Found by attack. Catches: a save that is in flight for good, since an interrupt lost an
+    """Catches: a save that is in flight for good, since an interrupt lost an
     answer, a report, a writer's end, or the giving up of an accepted save."""
     wanted = set().union(*map(lines_of, functions))
     chosen = [site for site in sites if (site.file, site.line) in wanted]

@@ -544,7 +544,7 @@ def test_F30_a_hostile_request_is_answered_and_changes_nothing(content, living, 
 
 @pytest.mark.parametrize("make", (os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)))
 def test_a_request_that_is_no_file_does_not_keep_the_others(make, living, tmp_path):
-    """Found by attack. Catches: an inbox that serves no person any more."""
+    """Catches: an inbox that serves no person any more."""
     send(living.storage, Asked(nonce="5" * 32, epoch=1, errand="pin", step=10))
     make(tmp_path / request_name("2" * 32))
     living.coordinator.tick()
@@ -569,7 +569,7 @@ class Passing(SimClock):
 
 
 def test_a_flood_of_requests_is_served_a_little_at_a_time(tmp_path):
-    """Found by attack. Catches: a trainer that waits until thousands of requests are answered."""
+    """Catches: a trainer that waits until thousands of requests are answered."""
     (tmp_path / PRIVATE).mkdir()
     storage = PosixStorage(tmp_path)
     inbox = Inbox(storage, 1, "owner", Passing())
@@ -589,7 +589,7 @@ def test_a_flood_of_requests_is_served_a_little_at_a_time(tmp_path):
 
 
 def test_files_of_persons_who_died_are_removed_after_an_hour(tmp_path):
-    """Found by attack. Catches: a file for each command that was killed, for ever."""
+    """Catches: a file for each command that was killed, for ever."""
     (tmp_path / PRIVATE).mkdir()
     storage, clock = PosixStorage(tmp_path), SimClock()
     send(storage, Asked(nonce="7" * 32, epoch=1, errand="pin", step=10))

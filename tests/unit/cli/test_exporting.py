@@ -127,7 +127,7 @@ def test_export_needs_a_format(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ("latest_checkpointed_iteration.txt", "iter_0000010/__0_0.distcp"))
 def test_an_output_never_replaces_a_file_that_a_start_reads(name, tmp_path, capsys):
-    """Found by attack. Catches: metrics in the place of the tracker, or of a shard."""
+    """Catches: metrics in the place of the tracker, or of a shard."""
     root = real_root(tmp_path, 10)
     before = (root / name).read_bytes()
     status, _, err = ran(capsys, "export", "--prometheus", "-r", root, "-o", root / name)
@@ -136,7 +136,7 @@ def test_an_output_never_replaces_a_file_that_a_start_reads(name, tmp_path, caps
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path, capsys):
-    """Found by attack. Catches: ``-o /dev/null`` that makes a file of the device, called by root."""
+    """Catches: ``-o /dev/null`` that makes a file of the device, called by root."""
     root, pipe = real_root(tmp_path / "root", 10), tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -344,7 +344,7 @@ def test_I2_nothing_comes_into_service_that_its_own_manifest_calls_damaged(place
 
 
 def test_adopt_leaves_a_directory_from_outside_in_its_place_if_it_is_refused(tmp_path, capsys):
-    """Found by attack. Catches: a move into the root before the look, of any file that is named."""
+    """Catches: a move into the root before the look, of any file that is named."""
     job = real_job(root := tmp_path / "root")
     job.save(10)
     precious, good = tmp_path / "precious", tmp_path / "good"
@@ -476,7 +476,7 @@ def test_I2_the_tracker_names_an_adopted_step_once_it_is_durable(tmp_path, monke
 
 
 def test_ls_lists_files_links_and_any_name(rolled_back, capsys):
-    """Found by attack. Catches: a list that ends at a tracker that was put aside, or at a name."""
+    """Catches: a list that ends at a tracker that was put aside, or at a name."""
     place = rolled_back / ".ckptfsm/quarantine"
     (place / "tracker.1-2-3").write_text("30\n")
     (place / "link").symlink_to("/nowhere")

@@ -774,7 +774,7 @@ def test_F20_damage_in_the_middle_changes_nothing_and_raises():
 
 
 def test_I9_a_fenced_one_says_so_first():
-    """Found by attack. Catches: a save that failed for a staging directory that was not found, or a root
+    """Catches: a save that failed for a staging directory that was not found, or a root
     that is said to be damaged, where another job has taken it over."""
     disk, second = SimDisk(), []
     first = saved(disk, 1, 2)
@@ -793,7 +793,7 @@ def test_I9_a_fenced_one_says_so_first():
 
 
 def test_F5_a_root_on_a_disk_that_is_full_of_our_trash_is_opened():
-    """Found by attack. Catches: a job that no start brings back, as what it gave up takes the disk."""
+    """Catches: a job that no start brings back, as what it gave up takes the disk."""
     disk = SimDisk()
     job = saved(disk, 1)
     stop(disk, job)
@@ -836,7 +836,7 @@ def test_F5_our_trash_does_not_keep_the_tracker_from_its_bytes(restarted: bool):
 
 
 def test_F5_the_trash_of_one_that_saves_all_the_time_is_emptied():
-    """Found by attack. Catches: a disk that fills to the brim with pruned files, since no tick ever
+    """Catches: a disk that fills to the brim with pruned files, since no tick ever
     finds the root idle."""
     disk = SimDisk()
     job = saved(disk, 1, 2)

@@ -360,7 +360,7 @@ def test_storage_error_names_call_file_and_errno():
 
 
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
-    """Found by attack. Catches: a rename that did not happen taken for done, as the old file has
+    """Catches: a rename that did not happen taken for done, as the old file has
     the same content. The trusted file was never fsynced then, and a power loss takes it."""
     disk = SimDisk()
     storage = FaultStorage(SimStorage(disk, "first"))

@@ -17,7 +17,7 @@ from ckptfsm.testing.fakes import FifoGate
 
 
 def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Path):
-    """Found by attack. Catches: a foreign writer that was stopped, or outlived its job, and wakes
+    """Catches: a foreign writer that was stopped, or outlived its job, and wakes
     up after the next job has saved the same step. Such a writer opens its files by path, and writes
     over them."""
     directory = tmp_path / "iter_0000006"

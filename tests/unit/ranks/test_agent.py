@@ -82,7 +82,7 @@ def test_a_save_of_one_rank_is_tracked_without_a_round(tmp_path):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_reports_that_come_by_both_ways_are_no_warning(tmp_path, caplog, killed):
-    """Found by attack. Catches: two warnings of rejected reports in the log of each save."""
+    """Catches: two warnings of rejected reports in the log of each save."""
     gate = FifoGate(tmp_path / "gate")
     settings = {"before_write": gate.hold if killed else None, "on_failure": "warn"}
     with manager_of(tmp_path / "root", OneRank(), **settings) as manager:

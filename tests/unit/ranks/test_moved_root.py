@@ -32,7 +32,7 @@ def test_F16_a_link_in_the_trash_is_put_aside(tmp_path: Path):
 
 @pytest.mark.parametrize("when", ["before the save", "while its files are made"])
 def test_I3_files_never_land_in_the_root_of_another_run(when: str, tmp_path: Path):
-    """Found by attack. Catches: a link above the root that is put to the root of another run while
+    """Catches: a link above the root that is put to the root of another run while
     the job goes on (``current`` of a deployment). Files of one run land in the other's checkpoint,
     which is acknowledged."""
     current = tmp_path / "current"
@@ -77,7 +77,7 @@ def test_a_job_goes_on_in_the_directory_that_it_opened(tmp_path: Path):
 
 @pytest.mark.parametrize("how", ["link", "rename"])
 def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: Path):
-    """Found by attack. Catches: files that are verified in the root that was opened, and loaded
+    """Catches: files that are verified in the root that was opened, and loaded
     from the directory that has its path by now."""
     current = link_to_one_of_two_runs(tmp_path)
     ours = files_manager(current / "gpt")

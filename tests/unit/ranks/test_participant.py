@@ -69,7 +69,7 @@ class Immortal(SimWriters):
 
 
 def test_F24_an_interrupted_hook_loses_no_news(tmp_path: Path):
-    """Found by attack. Catches: news that came together with the record of an interrupted hook, and
+    """Catches: news that came together with the record of an interrupted hook, and
     never come again: the save stays in flight for this rank."""
 
     def hook(record: TransitionRecord) -> None:

@@ -30,7 +30,7 @@ from ckptfsm.testing.faults import FaultStorage
 
 
 def test_F31_a_rank_that_cannot_verify_fails_the_restore_on_every_rank(tmp_path: Path):
-    """Found by attack. Catches: an error raised between two exchanges of a restore, by a rank that
+    """Catches: an error raised between two exchanges of a restore, by a rank that
     has no thread left. The others wait for that rank, or take its next exchange for the one they
     are in."""
 
@@ -62,7 +62,7 @@ def test_F31_a_rank_that_cannot_verify_fails_the_restore_on_every_rank(tmp_path:
 
 
 def test_F21_a_link_in_place_of_a_directory_is_damage(tmp_path: Path):
-    """Found by attack. Catches: a part's directory that became a link (a person saved space) taken
+    """Catches: a part's directory that became a link (a person saved space) taken
     for a sick disk: no restart resumes, though an older checkpoint is whole."""
     parts = {"state": {"weights": b"w"}, "actor": {"weights": b"a"}}
     manager = Manager(fake_ports(tmp_path / "root"), make_config(QUICK))
@@ -78,7 +78,7 @@ def test_F21_a_link_in_place_of_a_directory_is_damage(tmp_path: Path):
 
 
 def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path: Path, caplog):
-    """Found by attack. Catches: a restore that has loaded everything, and raises because its lease
+    """Catches: a restore that has loaded everything, and raises because its lease
     cannot be removed; it also hid why a load failed."""
     sick: list[bool] = []
 

@@ -27,7 +27,7 @@ from ckptfsm.testing.faults import FaultStorage
 
 
 def test_I10_torchs_exception_of_a_question_reaches_every_rank(tmp_path: Path, monkeypatch):
-    """Found by attack. Catches: an error that is no ``Exception``, raised by rank 0 alone, between two
+    """Catches: an error that is no ``Exception``, raised by rank 0 alone, between two
     exchanges: the other ranks wait for its answer."""
 
     class CheckpointException(BaseException):
@@ -65,7 +65,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_F24_a_hook_that_calls_its_manager_is_refused(call: str, tmp_path: Path):
-    """Found by attack. Catches: a call from inside a hook that takes news before those that the
+    """Catches: a call from inside a hook that takes news before those that the
     hook was called for. The manager then waits for ever for the end of a save that has ended."""
     managers: list[Manager] = []
     refused: list[str] = []
@@ -102,7 +102,7 @@ class Stuck:
 
 @pytest.mark.parametrize("call", ["rollback", "pin"])
 def test_I2_a_rollback_that_was_too_slow_is_seen_once_it_is_done(call: str, tmp_path: Path):
-    """Found by attack. Catches: ranks that see the steps of before a rollback, for ever, because it was
+    """Catches: ranks that see the steps of before a rollback, for ever, because it was
     done only after its deadline: they do not save where it is due. After a slow ``pin``, of
     which there is no news, they are quiet again."""
     go = threading.Event()

@@ -300,7 +300,7 @@ def test_an_error_of_a_read_is_raised_though_no_file_waits_for_it():
 
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_thread_that_cannot_be_started_is_no_hang(monkeypatch, buffers):
-    """Found by attack. Catches: a gate that waits until the writer's deadline, where the writer's
+    """Catches: a gate that waits until the writer's deadline, where the writer's
     process has no memory for another thread."""
     trainer = Trainer(b"a", b"b")
     files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
@@ -397,7 +397,7 @@ class Stolen(queue.SimpleQueue):
 
 
 def test_files_that_fail_together_do_not_wait_for_each_others_chunks():
-    """Found by attack. Catches: a full disk that fails two files at once, and whose save hangs until
+    """Catches: a full disk that fails two files at once, and whose save hangs until
     the writer's deadline."""
     image = image_of("0", [Literal(b"a" * images.CHUNK_BYTES)])
     source, taken = prefetched(Trainer(), [[image]], buffers=1)
@@ -410,7 +410,7 @@ def test_files_that_fail_together_do_not_wait_for_each_others_chunks():
 
 
 def test_a_thread_of_a_file_that_cannot_be_started_is_no_hang(tmp_path, monkeypatch):
-    """Found by attack. Catches: a file that waits until the writer's deadline for buffers of another
+    """Catches: a file that waits until the writer's deadline for buffers of another
     one, which has no thread."""
     trainer = Trainer(*[b"a" * (3 * images.CHUNK_BYTES)] * 2)
     files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]

@@ -883,7 +883,7 @@ def test_an_arena_is_given_back_though_a_data_loader_has_it(engine, storage, roo
 
 @pytest.mark.parametrize("place", [(WriteEngine, "_answer"), (Arena, "_copy")])
 def test_an_arena_of_a_launch_that_fails_is_given_back(engine, storage, root, monkeypatch, place):
-    """Found by attack. Catches: a copy of the state for each process that was forked between saves,
+    """Catches: a copy of the state for each process that was forked between saves,
     after a writer that was stopped and took no order."""
     used = engine(mode="eager")
     ends(writer(used, storage, State().part()))
@@ -924,7 +924,7 @@ def test_an_arena_of_a_writer_that_dies_slowly_is_given_back(engine, storage, ro
 def test_the_copy_of_a_killed_writer_makes_room_for_the_next(
     engine, storage, root, monkeypatch, gone
 ):
-    """Found by attack. Catches: one copy of the state more for each writer that hangs in the kernel,
+    """Catches: one copy of the state more for each writer that hangs in the kernel,
     where no signal ends it; a second copy beside that of a writer which is dead."""
     used = engine(mode="eager")
     first = used(storage, job(State().part()))
