@@ -88,8 +88,9 @@ def adopt(
         if makes:
             _make(root, layout)
         _start(root, owner_ended)
-        _move(given, at / source)
     try:
+        if source == f"adopt-{given.name}":
+            _move(given, at / source)
         _take_into_service(root, source, found)
     except BaseException:
         if (at / source).exists() and not given.exists():  # refused: it goes back to its place

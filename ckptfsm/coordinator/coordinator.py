@@ -471,8 +471,8 @@ class Coordinator:
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to a tracked checkpoint, durably. See ``retention_waits``."""
-        figures = check_metrics(metrics)  # a user's values: what they raise does not stop this one
         with self._guarded("record_metrics"):
+            figures = check_metrics(metrics)
             checkpoint = self._applier.tracked(step)
             self._applier.check_epoch()
             self._applier.record_metrics(checkpoint, figures)

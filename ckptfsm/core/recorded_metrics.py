@@ -10,6 +10,7 @@ from ckptfsm.core.errors import ConfigError, one_line, shorten
 
 MOST = 100  # metrics of one call
 MOST_LETTERS = 200  # of a name
+_ONLY_CONVERTED = (bool, str, bytes, bytearray)
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
@@ -19,7 +20,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= MOST:
         raise ConfigError(f"metrics are a mapping of 1 to {MOST} names to numbers")
-    found = {_name(name): _number(name, value) for name, value in metrics.items()}
+    found = {_name(n): _number(n, value, _ONLY_CONVERTED) for n, value in metrics.items()}
     for name, value in found.items():
         if not math.isfinite(value):
             raise ConfigError(f"the metric {name!r} has to be a finite number", metric=name)
@@ -29,13 +30,13 @@ def check_metrics(metrics: Any) -> dict[str, float]:
 def measured(metrics: Any) -> tuple[tuple[str, float], ...]:
     """The metrics of a save, sorted by name, as a request has them. Raises ``ConfigError``.
 
-    They may be NaN or infinite: a run that diverges does not lose its save.
+    They may be NaN or infinite, and values may be bools: no save is lost for its metrics.
     """
     if not isinstance(metrics or {}, Mapping):
         raise ConfigError(
             f"metrics are a mapping of names to numbers, not {one_line(repr(metrics))}"
         )
-    return tuple(sorted((_name(n), _number(n, value)) for n, value in (metrics or {}).items()))
+    return tuple(sorted((str(n), _number(str(n), value)) for n, value in (metrics or {}).items()))
 
 
 def _name(name: Any) -> str:
@@ -47,9 +48,9 @@ def _name(name: Any) -> str:
     return name
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, refused: tuple[type, ...] = ()) -> float:
     try:
-        if isinstance(value, (bool, str, bytes, bytearray)):
+        if isinstance(value, refused):
             raise TypeError("it only converts to a number")
         return float(value)
     except Exception as error:  # whatever a class raises that is no number

@@ -24,7 +24,7 @@ _PAUSE_S = 0.01  # between two looks at the writer, and at rank 0 into the mailb
 class Agent:
     """The agent of one rank. At rank 0, ``report`` takes the reports of all ranks.
 
-    ``begin`` wakes it for a save, ``rest`` lets it sleep, ``end`` ends it: from the training thread.
+    ``watch`` wakes it for a save, ``pause`` lets it sleep, ``end`` ends it: from the training thread.
     ``draw`` is called after each look at the reports, to draw the progress of the save.
     """
 

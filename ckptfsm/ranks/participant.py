@@ -270,7 +270,11 @@ class Participant:
         **keywords: P.kwargs,
     ) -> T:
         """Call ``work`` of the coordinator (collective): take the news, then raise on every rank."""
-        question, answer = partial(self._client.ask, work, *arguments, **keywords), Answer()
+        return cast("T", self.together(partial(self._client.ask, work, *arguments, **keywords)))
+
+    def together(self, question: Callable[[], object]) -> object:
+        """The answer to a question of rank 0, asked on its thread (collective). See ``ask``."""
+        answer = Answer()
         with self.calls.running():
             try:
                 answer = self._client.together(question)
@@ -280,7 +284,7 @@ class Participant:
             except BaseException:  # a Ctrl-C
                 self._client.give_back(answer.value)
                 raise
-            return cast("T", answer.value)
+            return answer.value
 
     def _agree_on(self, flags: Sequence[bool]) -> list[bool]:
         """Agree. A rank that does not answer may be in a function of the trainer's: name that."""

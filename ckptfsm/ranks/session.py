@@ -36,6 +36,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.ports import Identity, Ports, Storage
+from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.follow.beside import JobsBeside
@@ -485,7 +486,12 @@ class Session:
         Retention decides anew. Rank 0's values count. Each replaces a metric of the same name.
         Raises ``StepNotFoundError``, or ``ConfigError`` for a value that is not a finite number.
         """
-        self._agree(Coordinator.record_metrics, whole_step(step), metrics)
+        self._require_open()
+        self._participant.together(partial(self._record_metrics, step, metrics))
+
+    def _record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """At rank 0: a value may be a tensor, which only this thread's stream may read."""
+        self._client.ask(Coordinator.record_metrics, whole_step(step), check_metrics(metrics))
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a tracked checkpoint by name (collective).
