@@ -19,25 +19,25 @@ from house.source import MODULES, PACKAGE, ROOT, subpackage
 # Lines of the library, by subpackage; "" are the doors at its root.
 LINES = MappingProxyType(
     {
-        "": 130,
-        "adapters": 3540,
-        "cli": 1790,
+        "": 140,
+        "adapters": 3410,
+        "cli": 1770,
         "coordinator": 1980,
-        "core": 6740,
-        "demo": 820,
-        "disk": 4500,
+        "core": 6750,
+        "demo": 810,
+        "disk": 4420,
         "follow": 1110,
         "integrations": 4000,
-        "megatron": 4640,
+        "megatron": 4420,
         "ranks": 4420,
-        "testing": 3120,
-        "views": 1400,
-        "writers": 2390,
+        "testing": 2330,
+        "views": 1330,
+        "writers": 2290,
     }
 )
 WORDS, PAGES = 50_000, 55  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
-UNTIL_RETURNED, UNTIL_PRUNED = (340, 58), (540, 72)
+UNTIL_RETURNED, UNTIL_PRUNED = (330, 59), (510, 72)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen
 
 
