@@ -120,7 +120,6 @@ def _cgroups_of(controller: str, cgroups: Path, proc: Path) -> Iterator[Path]:
         else:
             continue
         for top in tops:
-            place = top / path.strip(
-                "/"
-            )  # a container sees its cgroup as the topmost, all the same
+            # A container sees its cgroup as the topmost, all the same.
+            place = top / path.strip("/")
             yield from (each for each in (place, *place.parents) if each.is_relative_to(top))

@@ -74,7 +74,8 @@ def adopt(
     if found is None:
         raise ConfigError(f"{given.name} names no step: give --step", file=str(given))
     given = given.resolve()
-    if given.is_relative_to(at):
+    outside = not given.is_relative_to(at)
+    if not outside:
         source = given.relative_to(at).as_posix()
         _refuse_inside(layout, source, found)
         _start(root, owner_ended)
@@ -89,7 +90,7 @@ def adopt(
             _make(root, layout)
         _start(root, owner_ended)
     try:
-        if source == f"adopt-{given.name}":
+        if outside:
             _move(given, at / source)
         _take_into_service(root, source, found)
     except BaseException:

@@ -425,11 +425,9 @@ class Applier:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
             if checkpoint.id == self.only_resumable and isinstance(error, OSError):
-                if isinstance(error, CkptFsmError):
+                if isinstance(error, CkptFsmError):  # a working disk can still finish it
                     raise
-                raise storage_error(
-                    error, "finalize"
-                ) from error  # a working disk can still finish it
+                raise storage_error(error, "finalize") from error
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return

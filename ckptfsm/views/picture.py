@@ -34,10 +34,8 @@ _OVER = (188.0, 766.0)  # left and right of the panel with all attempts in time
 _ZOOM = (806.0, 1140.0)  # left and right of the panel with the single saves
 _AGAIN_X = 796  # right of the steps, where they stand again
 _END_X = 1160
-_LEFT, _RIGHT = (
-    (0, 786),
-    (720, _WIDTH),
-)  # of the two halves, which stand in a column on narrow screens
+# Of the two halves, which stand in a column on narrow screens.
+_LEFT, _RIGHT = (0, 786), (720, _WIDTH)
 _LEAST = 3.0  # pixels of the shortest state in the overview
 
 _COLOURS: Mapping[

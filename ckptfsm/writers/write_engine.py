@@ -135,9 +135,8 @@ class WriteEngine:
         """Start a rank's writer. Copies the state first, if the trainer may change it from then on."""
         ranges = ranges_of(job.memory)
         copying = job.copying
-        deadline = (
-            time.monotonic() + SERVE_S
-        )  # for all processes that are tried; then the writer is forked
+        # For all processes that are tried; then the writer is forked.
+        deadline = time.monotonic() + SERVE_S
         # A subclass of the adapter has calls that would not be made in another process.
         portable = type(storage) is PosixStorage and job.portable
         if not portable or not self._greet(deadline):
