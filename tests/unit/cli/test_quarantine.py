@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -233,6 +234,22 @@ def test_I4_a_directory_from_outside_is_moved_durably(tmp_path, capsys, monkeypa
     monkeypatch.setattr(PosixStorage, "fsync_dir", noted)
     said(capsys, "adopt", old / "iter_0000005", "-r", root)
     assert synced[:2] == [str(root), str(old)]
+
+
+def test_F5_a_directory_whose_move_may_not_be_durable_goes_back(tmp_path, capsys, monkeypatch):
+    """Catches: a directory of another place that is left in a root under a name of no step."""
+    root, given = real_root(tmp_path / "root", 10), tmp_path / "iter_0000005"
+    stock(given)
+    fsync_dir = PosixStorage.fsync_dir
+
+    def failing(storage: PosixStorage, path: str) -> None:
+        if not given.exists():
+            raise OSError(errno.EIO, "I/O error", path)
+        fsync_dir(storage, path)
+
+    monkeypatch.setattr(PosixStorage, "fsync_dir", failing)
+    status, _, _ = ran(capsys, "adopt", given, "-r", root)
+    assert status != 0 and (given / ".metadata").exists() and not list(root.glob("adopt-*"))
 
 
 @pytest.mark.parametrize("there", ("missing", "empty", "inside of a missing one"))
