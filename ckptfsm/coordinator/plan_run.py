@@ -57,7 +57,8 @@ class PlanRun:
         sweep_temporaries(self.storage)
         self.applier.reread_protection()
         afresh = self._begin_afresh(history, decided)
-        self.applier.keep_all, self.applier.only_resumable = afresh, decided.only_resumable
+        # A restore may still have to fall back: this run has neither written nor verified the latest.
+        self.applier.keep_all, self.applier.only_resumable = True, decided.only_resumable
         actions = decided.actions
         failing = list(takewhile(lambda a: isinstance(a, (Failed, WritersLost)), actions))
         self._carry_out(failing)  # first: the tracker still shows resumes by others
