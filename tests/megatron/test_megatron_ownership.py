@@ -34,7 +34,8 @@ def test_f12_f32_second_job_is_refused_with_host_and_pid(
     held = gate("held")
     owner = cluster.start("hold", root=str(root), gate=held.path)
     holder = held.arrival(owner)
-    for rank in cluster.run("restore", root=str(root)):
+    # Half of the time for an effect is waited for a short command to give the root back.
+    for rank in cluster.run("restore", root=str(root), effect_timeout_s=2.0):
         assert rank["error"] is not None
         assert rank["error"]["type"] == "RootBusy"
         facts = rank["error"]["facts"]

@@ -529,6 +529,9 @@ def test_F29_a_child_whose_trainer_died_before_it_could_ask_ends(monkeypatch: py
     read_end, write_end = os.pipe()
     trainer = os.fork()
     if trainer == 0:
+        monkeypatch.setattr(
+            processes, "_BEGIN_S", 0.5
+        )  # it waits for a child that asks after its end
         monkeypatch.setattr(processes, "_ask_kernel", partial(ask_too_late, os.getpid()))
         fork_child(partial(os.write, write_end, b"it writes"), keep=(write_end,))
         os._exit(0)

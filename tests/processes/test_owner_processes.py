@@ -17,9 +17,7 @@ from fakes import environment, fake_ports
 from managers import QUICK
 
 from ckptfsm.core.config import make_config
-from ckptfsm.core.errors import (
-    RootBusy,
-)
+from ckptfsm.core.errors import RootBusy
 from ckptfsm.core.layout import TRASH
 from ckptfsm.ranks.manager import Manager
 
@@ -54,8 +52,9 @@ def test_F32_a_root_whose_owner_copied_it_is_busy(tmp_path: Path):
     lost the lock by that: a stray start fences it."""
     root = tmp_path / "root"
     with owner_that_copied(root) as owner:
+        hasty = {**QUICK, "effect_timeout_s": 1.0}  # half of it is waited for a short command
         with pytest.raises(RootBusy) as busy:
-            Manager(fake_ports(root), make_config(QUICK))
+            Manager(fake_ports(root), make_config(hasty))
         assert busy.value.pid == owner.pid
         backup = Manager(fake_ports(f"{root}.backup"), make_config(QUICK))
         assert backup.latest_step() == 1, "the copy names the same owner, who does not have it"
@@ -103,7 +102,8 @@ def die(job):
     print(job._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 WriteJob.confirm = die
-manager = Manager(fake_ports(root, launch=engine), make_config({}))
+quickly = {"visibility_timeout_s": 0.5}  # its directory is gone when it looks
+manager = Manager(fake_ports(root, launch=engine), make_config(quickly))
 manager.save(1, parts={"x": b"of the dead"})
 """
 

@@ -269,8 +269,7 @@ def test_nothing_is_wrong_with_a_root_that_was_closed(tmp_path, capsys):
     assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
 
 
-def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys):
     job = real_job(tmp_path)
     job.save(10)
     job.fork(job.request(20))
@@ -283,11 +282,8 @@ def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monke
     [((10,), "it has the only good copy"), ((10, 20), "its next save and start repair this")],
     ids=["the only step", "one of two"],
 )
-def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(
-    saved, words, tmp_path, capsys, monkeypatch
-):
+def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(saved, words, tmp_path, capsys):
     """Catches: a person who ends the job that has the only copy, to begin again or to repair."""
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     job = real_job(tmp_path)
     for step in saved:
         job.save(step)
@@ -298,9 +294,8 @@ def test_F19_beside_a_living_job_nobody_is_sent_to_start_it(
     job.close()
 
 
-def test_saves_that_fail_again_and_again_are_told(tmp_path, capsys, monkeypatch):
+def test_saves_that_fail_again_and_again_are_told(tmp_path, capsys):
     """Catches: a job that warns of each failed save for hours, while the doctor sees no fault."""
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     job = real_job(tmp_path)
     job.save(10)
     for step in (20, 30):
@@ -331,7 +326,6 @@ def test_an_owner_that_is_stopped_is_told_with_the_way_to_go_on(
     room, tmp_path, capsys, monkeypatch
 ):
     """Catches: a job that stands still for a night, and a start that is refused without a reason."""
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     job = real_job(tmp_path)
     job.save(10)
     asked = []
@@ -349,7 +343,6 @@ def test_an_owner_that_is_stopped_is_told_with_the_way_to_go_on(
 
 
 def test_F5_a_disk_that_gets_fuller_between_the_two_looks_is_told(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     free = iter((3, 2, 1))
     monkeypatch.setattr(PosixStorage, "free_bytes", lambda storage: next(free))
     with monkeypatch.context() as patch:
@@ -387,7 +380,6 @@ def test_an_owner_in_another_container_of_the_pod_may_live(tmp_path, capsys, mon
 
 def test_a_prune_of_an_owner_on_another_host_is_no_damage(tmp_path, capsys, monkeypatch):
     """Catches: a monitor on a login node that reports a missing checkpoint while it is pruned."""
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     job = _owned_elsewhere(tmp_path)
     for step in (10, 20):
         job.save(step)
@@ -420,8 +412,7 @@ def test_a_directory_that_leaves_during_the_look_is_no_error(
     assert not gone
 
 
-def test_a_save_of_an_owner_on_another_host_is_not_called_dead(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+def test_a_save_of_an_owner_on_another_host_is_not_called_dead(tmp_path, capsys):
     job = _owned_elsewhere(tmp_path)
     job.save(10)
     job.fork(job.request(20))
@@ -430,8 +421,7 @@ def test_a_save_of_an_owner_on_another_host_is_not_called_dead(tmp_path, capsys,
     job.close()
 
 
-def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys):
     job = real_job(tmp_path)
     job.save(10)
     (tmp_path / TRACKER).write_text("soon")
@@ -479,7 +469,6 @@ def test_F29_a_process_is_seen_also_where_a_link_leads_to_the_root(tmp_path, cap
 
 def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeypatch):
     """Catches: a doctor that tells a person at night to end the writers of a healthy job."""
-    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     monkeypatch.setattr(
         situation, "processes_in", lambda root, besides: situation.Processes(("4711 writer",))
     )

@@ -489,7 +489,7 @@ def test_F32_reading_changes_nothing_and_the_root_may_be_the_last_argument(
     before = files_of(root)
     monkeypatch.setenv("CKPTFSM_ROOT", str(real_root(tmp_path / "other", 1)))
     named = said(capsys, *command, "-r", root)
-    numbers = re.compile(r"[\d.]+ (ms|[kM]?B|s)\b|_(free|latest_age|latest_state)\S* \S+")
+    numbers = re.compile(r"[\d.]+ (ms|[kMGT]?B|s)\b|_(free|latest_age|latest_state)\S* \S+")
     assert numbers.sub("", said(capsys, *command, root)) == numbers.sub("", named)
     status, _, err = ran(capsys, *command, root, "-r", tmp_path / "other")
     assert status == 2 and "the root" in err
