@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import MappingProxyType
+
 from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
@@ -21,11 +24,11 @@ def checkpoint(step: int, state: State, **fields) -> Checkpoint:
     return Checkpoint(at(step), state, PARTS, 2, **fields)
 
 
-def ledger_of(*checkpoints: Checkpoint) -> Ledger:
-    ledger = Ledger()
-    for each in checkpoints:
-        ledger = ledger.restore(each)
-    return ledger
+def ledger_of(*checkpoints: Checkpoint, base: Ledger | None = None) -> Ledger:
+    """``base`` with these checkpoints in it, each as it is."""
+    base = base or Ledger()
+    there = {**base.checkpoints, **{each.id: each for each in checkpoints}}
+    return replace(base, checkpoints=MappingProxyType(there))
 
 
 def names(step: int) -> TrackerEvidence:

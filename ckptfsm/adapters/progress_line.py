@@ -1,6 +1,6 @@
 """A line on a terminal that is drawn again and again, with rich.
 
-The cursor rests at the begin of the line: output of the trainer goes over it. Nothing of the terminal is
+The cursor rests at the start of the line: output of the trainer goes over it. Nothing of the terminal is
 changed, so that a process that is killed leaves no hidden cursor behind.
 """
 
@@ -51,7 +51,7 @@ class ProgressLine:
 
 
 def _control(*, erase: bool) -> Control:
-    """Go to the begin of the line, and erase it."""
+    """Go to the start of the line, and erase it."""
     from rich.control import Control
     from rich.segment import ControlType
 

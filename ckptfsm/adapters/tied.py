@@ -38,7 +38,7 @@ _LibcCall = tuple[str, tuple[int, ...]]
 
 
 class _Context(ctypes.Structure):
-    """The begin of ``ucontext_t``."""
+    """The first fields of ``ucontext_t``."""
 
     _fields_ = (
         ("flags", ctypes.c_ulong),

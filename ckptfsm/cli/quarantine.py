@@ -15,7 +15,7 @@ from ckptfsm.adapters.posix_storage import OpenPosix, opened_storage
 from ckptfsm.cli.changing import OwnerEnded, Wait, ask, owned
 from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.coordinator.admitting import admit, require_intact
+from ckptfsm.coordinator.adopting import adopt_directory, require_intact
 from ckptfsm.core.documents import Asked, FileEntry
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.evidence import ANOTHER_MANIFEST
@@ -156,7 +156,7 @@ def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
 
 def _take_into_service(root: Path, source: str, step: int) -> None:
     with opened_storage(root) as storage:
-        admit(storage, this_process(), look(storage).layout, source, step)
+        adopt_directory(storage, this_process(), look(storage).layout, source, step)
     with owned(root) as (coordinator, report):
         _tell(report.decisions)
         latest = coordinator.ledger.latest()

@@ -101,7 +101,7 @@ class TrackerWritten(Event):
 
 @dataclass(frozen=True, slots=True)
 class Superseded(Event):
-    """A newer checkpoint is tracked; ``kept_by`` names everything that still keeps this one."""
+    """Offered for pruning: a newer one is tracked. ``kept_by`` names what still keeps this one."""
 
     name: ClassVar[str] = "superseded"
     newer_step: int | None
@@ -246,7 +246,7 @@ class Prune(Command):
 
 @dataclass(frozen=True, slots=True)
 class CleanUp(Command):
-    """Move a failed attempt's files to the trash."""
+    """Move a failed attempt's files out of the way; in place, those that others use stay."""
 
 
 @dataclass(frozen=True, slots=True)

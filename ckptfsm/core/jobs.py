@@ -241,7 +241,7 @@ def begin_again(jobs: Sequence[Task], records: Iterable[JobRecord]) -> list[JobR
 
 
 def begun(record: JobRecord) -> JobRecord:
-    """The record at the begin of its next attempt."""
+    """The record when its next attempt begins."""
     fresh = _with(record, JobState.RUNNING, record.reason)
     return fresh.model_copy(update={"begun": record.begun + 1})
 

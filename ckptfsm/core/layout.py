@@ -123,7 +123,7 @@ def gone_dir(of: AttemptId) -> str:
 
 
 def left_out_name(of: AttemptId) -> str:
-    """The trash name of a part that was left out: ``parse_aside`` does not read it as an attempt."""
+    """The name in trash or quarantine of a left-out part: ``parse_aside`` reads no attempt from it."""
     return f"part-{of}"
 
 

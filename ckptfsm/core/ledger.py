@@ -206,14 +206,6 @@ class Ledger:
         checkpoints = MappingProxyType({**self.checkpoints, living.id: after})
         return replace(self, checkpoints=checkpoints), taken
 
-    def restore(self, checkpoint: Checkpoint) -> Ledger:
-        """The same ledger with a checkpoint put back as it was, e.g. to begin a scenario with."""
-        if checkpoint.id in self.checkpoints:
-            raise IllegalTransition("an attempt is there twice", attempt=str(checkpoint.id))
-        return replace(
-            self, checkpoints=MappingProxyType({**self.checkpoints, checkpoint.id: checkpoint})
-        )
-
     def measured(self, of: AttemptId, metrics: Mapping[str, float]) -> Ledger:
         """The same ledger with metrics that came after the save, see ``with_metrics``."""
         after = with_metrics(of, self.checkpoints.get(of), metrics)

@@ -9,10 +9,10 @@ without a row cannot happen.
 
 ``apply(checkpoint, event)`` is pure: it returns the new checkpoint and the command to run, or raises
 ``IllegalTransition`` and changes nothing. The command runs only after the transition is in the
-journal. A move within a state is not journaled: its command is asked for again after a restart.
+journal. A move within a state is not journaled: a restart finds out again, or fails the attempt.
 
-The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The diagrams,
-the test matrix and the checkers are made from the same rows.
+The rows are compiled to a ``transitions.Machine``, and that machine makes every journaled move. The
+diagrams, the test matrix and the checkers are made from the same rows.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class State(str, Enum):
 
 
 IN_FLIGHT = frozenset({State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN, State.FINALIZED})
-UNPUBLISHED = IN_FLIGHT - {State.FINALIZED}  # can still fail
+UNPUBLISHED = IN_FLIGHT - {State.FINALIZED}  # can still fail, unless ``published``
 UNFINISHED = IN_FLIGHT | {State.FAILED}  # work is left to do for these
 ENDED = frozenset({State.PRUNED, State.DISCARDED, State.QUARANTINED})
 FORGOTTEN = frozenset({State.PRUNED, State.DISCARDED})  # no files of these are left to look after
@@ -90,7 +90,7 @@ FORGOTTEN = frozenset({State.PRUNED, State.DISCARDED})  # no files of these are 
 class Checkpoint:
     """An attempt at a checkpoint, frozen. ``shard_bytes`` is the size of its shards, in bytes.
 
-    ``run_seconds`` is the training time accumulated at its request, over all restarts.
+    ``run_seconds``: how long the root was open until its request, over all runs.
     ``finalizers_ran`` are the ranks that have run their foreign finalizers. ``published``: the
     directory has its published name, which the journal may not record yet. A restart learns the name
     from disk. ``manifest_crc`` is the checksum of its published manifest, "" if that is not known.
@@ -162,7 +162,7 @@ def others_are_awaited(checkpoint: Checkpoint, event: Counted) -> bool:
 
 
 def it_was_the_last(checkpoint: Checkpoint, event: Counted) -> bool:
-    """The report counts, and no other of its kind is awaited: every rank has sent one."""
+    """The report counts, and no other of its kind is awaited."""
     return _still_awaited(checkpoint, event) == 0
 
 
@@ -204,7 +204,7 @@ def writers_may_live(checkpoint: Checkpoint, event: WritersLost) -> bool:
 
 
 def the_attempt_is_new(checkpoint: Checkpoint, event: Event) -> bool:
-    """The cursor stands for no checkpoint yet, of exactly this attempt."""
+    """Nothing is known of this attempt yet."""
     return checkpoint.id == event.of and not checkpoint.parts
 
 

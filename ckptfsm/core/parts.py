@@ -110,7 +110,7 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
         taken = [name for name in (part.name, *pieces) if is_reserved(name)]
         if taken:
             raise ConfigError(
-                f"a part cannot be named {taken[0]!r}: megatron-core writes or reads such a file itself",
+                f"a part cannot be named {taken[0]!r}: a loader writes or reads such a file itself",
                 part=part.name,
             )
         if part.ranks is not None and not part.ranks:
@@ -122,8 +122,8 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
             other = owners.setdefault(part.directory, part.name)
             if other != part.name:
                 raise ConfigError(
-                    f"parts {other!r} and {part.name!r} share directory {part.directory!r}: two "
-                    "torch_dist saves into one directory destroy each other's .metadata",
+                    f"parts {other!r} and {part.name!r} share directory {part.directory!r}, and would "
+                    "overwrite each other's files",
                     part=part.name,
                 )
     for part in parts:

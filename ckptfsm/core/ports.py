@@ -159,7 +159,7 @@ class Clock(Protocol):
         """UTC time in ISO 8601, for journals and tables."""
 
     def unix(self) -> float:
-        """Seconds since 1970, as far as this host knows: only to compare with a time of a person's."""
+        """Seconds since 1970 on this host: only to compare with a time that a person gave."""
 
     def sleep(self, seconds: float) -> None: ...
 

@@ -2,8 +2,8 @@
 
 ``plan`` collects the facts, lets the rules decide about each checkpoint (``recovery_rules.RULES``), and
 orders the decisions. A root that cannot be decided is refused (``recovery_refusals``). The coordinator
-carries the plan out through the same table and commands as a living save. Before, of a refused root,
-only epochs and temporaries have changed.
+carries the plan out through the same table and commands as a living save. In a root that is refused,
+only epochs and temporaries have changed by then.
 
 The same rules decide about a directory that no checkpoint of the journal explains. If there is evidence,
 but no checkpoint to resume from, ``DamagedRoot`` is raised (I8). Only ``resume="fresh"`` may begin

@@ -21,7 +21,7 @@ from ckptfsm.core.lifecycle import State
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The facts that a policy may look at. ``run_seconds`` is training time, over all restarts."""
+    """The facts that a policy may look at. ``run_seconds``: see ``Checkpoint``."""
 
     step: int
     run_seconds: float

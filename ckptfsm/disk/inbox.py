@@ -122,7 +122,7 @@ class Inbox:
             say(log.warning, "request_not_answered", said, nonce=nonce, error=describe(error))
 
     def sweep(self) -> None:
-        """Remove the files of persons who died, an hour after this owner saw them first.
+        """Remove the files of commands that died, an hour after this owner saw them first.
 
         Those are answers and temporary files. Raises ``OSError``.
         """

@@ -296,7 +296,7 @@ class Mover:
         return is_taken(checkpoint, there, bool(moved))
 
     def quarantine(self, checkpoint: Checkpoint, *, alone: bool, earlier: frozenset[str]) -> None:
-        """Move a withdrawn checkpoint aside, for a person to look at; it is never deleted.
+        """Move a withdrawn checkpoint aside, for a person to look at.
 
         Only directories of this checkpoint are moved: its step may have been saved again meanwhile.
         ``alone``: no other attempt has a right to its name. ``earlier``: the paths in quarantine at

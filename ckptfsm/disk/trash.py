@@ -1,7 +1,7 @@
 """The only module that deletes files of a root.
 
-Deleted are directories in the trash that were discarded, our temporary files, markers that are over, and
-staged files of a killed writer. Removal goes in bounded slices and never follows a link.
+Deleted are discarded directories and left-out parts in the trash, our temporary files, markers that are
+over, and staged files of a killed writer. Removal goes in bounded slices and never follows a link.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ class GroupParts:
 
 
 class Unfinished(NamedTuple):
-    """A torch_dist directory that the group's first rank completes once all its ranks have written."""
+    """A part that the group's first rank completes once all its ranks have written."""
 
     name: str
     directory: str

@@ -15,7 +15,7 @@ from ckptfsm.core.progress import Progress
 
 @dataclass(slots=True)
 class SaveHandle:
-    """A requested save, or one that was skipped because another was in flight.
+    """A requested save, or one that was skipped: another was in flight, or there was no room.
 
     ``state`` is the checkpoint's state as this rank knows it; None for a skipped save. A save is
     acknowledged when ``state`` is ``tracked``, not before. ``blocked_by`` is the error of the disk

@@ -328,7 +328,7 @@ class Participant:
             raise ConfigError("a hook or a finalizer may not call its manager: do it after poll()")
 
     def _take(self, news: News, *, ended: bool) -> None:
-        """Act on one of the news; again after an interrupt. ``ended``: the coordinator is gone."""
+        """Act on a piece of news; again after an interrupt. ``ended``: the coordinator is gone."""
         if isinstance(news, FinalizersDue):
             if not ended:  # for example fenced
                 self.reports.run_finalizers(news.of)

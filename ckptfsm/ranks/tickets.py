@@ -62,7 +62,7 @@ class Reading:
 class GroupSave:
     """A begun save: its handle, and a ticket for each group's workers.
 
-    There are no tickets if the save was skipped, because another one was in flight.
+    There are no tickets if the save was skipped.
     """
 
     handle: SaveHandle

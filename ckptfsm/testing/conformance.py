@@ -43,7 +43,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "seals-chain": "a segment seals what the one before it sealed, and that one; or the newest 16",
         "snapshot": "a segment opens with the ledger that the sealed ones add up to",
         "seq": "transitions are numbered from 0 in each segment",
-        "run-seconds": "accumulated training time never decreases",
+        "run-seconds": "the accumulated run time never decreases",
         "table": "every transition is a row of the table, from the state the checkpoint is in",
         "within-state": "what happens within one state is not journaled",
         "I1": "only a prunable checkpoint is pruned, only a tracked one becomes prunable",

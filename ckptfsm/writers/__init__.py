@@ -1,1 +1,1 @@
-"""Writes the shards of one rank, in a forked process."""
+"""Writes the shards of one rank, in a process of its own."""

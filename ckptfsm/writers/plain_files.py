@@ -120,7 +120,7 @@ def at_path(
 ) -> Iterator[str]:
     """The absolute path of an attempt, with the directories of parts that are written by path.
 
-    Another rank may have made one, which this host shows late. Raises ``StorageError`` at the begin or
+    Another rank may have made one, which this host shows late. Raises ``StorageError`` at the start or
     the end of the block if the path leads elsewhere: files made by path are in the right place.
     """
     by_path = [spec for spec in specs if spec.format.by_path]

@@ -155,7 +155,7 @@ def test_an_edge_without_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 # -------------------------------------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize("number", range(1, 12))
+@pytest.mark.parametrize("number", range(1, 13))
 def test_every_promise_is_stated_with_its_mechanism(number: int) -> None:
     """Catches: a promise that is missing, or stated without the code that keeps it and the facts
     that it rests on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hypothesis import strategies as st
+from ledgers import ledger_of
 
 from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.core.ledger import Ledger
@@ -92,7 +93,7 @@ def ledgers(draw: st.DrawFn, max_checkpoints: int = 4) -> Ledger:
             provenance=provenance,
             reason=draw(st.sampled_from(_REASONS)) if state is State.QUARANTINED else "",
         )
-        ledger = ledger.restore(checkpoint)
+        ledger = ledger_of(checkpoint, base=ledger)
     return ledger
 
 

@@ -20,7 +20,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import quarantine
-from ckptfsm.coordinator.admitting import admit, require_intact
+from ckptfsm.coordinator.adopting import adopt_directory, require_intact
 from ckptfsm.coordinator.applier import Applier
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import OutcomeUnknown, RecoveryWarning
@@ -485,7 +485,7 @@ def test_I2_the_tracker_names_an_adopted_step_once_it_is_durable(tmp_path, monke
     storage = SimStorage(disk, "person")
     monkeypatch.setattr(RootOwnership, "release", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        admit(storage, FIRST, MEGATRON, "iter_0000040", 40)
+        adopt_directory(storage, FIRST, MEGATRON, "iter_0000040", 40)
     disk.crash("all_lost")
     after = SimStorage(disk, "after")
     assert read_tracker(after).step == 40

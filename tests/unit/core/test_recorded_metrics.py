@@ -6,6 +6,7 @@ from fractions import Fraction
 from types import MappingProxyType
 
 import pytest
+from ledgers import ledger_of
 
 from ckptfsm.core.errors import ConfigError, IllegalTransition
 from ckptfsm.core.ledger import Ledger
@@ -83,7 +84,7 @@ def test_F30_a_hostile_name_is_refused(name):
 def test_a_metric_replaces_only_that_of_its_name():
     """Catches: the training loss lost for an evaluation."""
     checkpoint = Checkpoint(OF, State.TRACKED, metrics=(("loss", 3.0), ("lr", 0.1)))
-    before = Ledger().restore(checkpoint)
+    before = ledger_of(checkpoint)
     after = before.measured(OF, {"val": 2.0, "loss": 2.5})
     assert after.at(5).metrics == (("loss", 2.5), ("lr", 0.1), ("val", 2.0))
     assert before.at(5).metrics == (("loss", 3.0), ("lr", 0.1))
@@ -92,6 +93,6 @@ def test_a_metric_replaces_only_that_of_its_name():
 @pytest.mark.parametrize("state", [s for s in State if s is not State.TRACKED])
 def test_I11_only_a_tracked_checkpoint_is_measured(state):
     """Catches: metrics in the journal for a checkpoint that no reader could have read."""
-    ledger = Ledger() if state is State.ABSENT else Ledger().restore(Checkpoint(OF, state))
+    ledger = Ledger() if state is State.ABSENT else ledger_of(Checkpoint(OF, state))
     with pytest.raises(IllegalTransition, match=state.value):
         ledger.measured(OF, {"val": 2.0})

@@ -1080,7 +1080,7 @@ def test_I8_a_whole_step_in_the_trash_is_one_to_resume_from(there, whole_there):
     kinds = [type(d.actions[0]).__name__ for d in found.decisions]
     assert kinds == ["Withdrawn", "Prune"] + (["Adopted"] if there else [])
     assert found.warnings[-1].endswith("falling back to 100")
-    newer = ledger.restore(checkpoint(300, S.TRACKED))
+    newer = ledger_of(checkpoint(300, S.TRACKED), base=ledger)
     found = decide(newer, replace(ev, published={**ev.published, 300: whole(300)}))
     assert not [w for w in found.warnings if "falling back to 100" in w]
 

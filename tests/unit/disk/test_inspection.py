@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+from ledgers import ledger_of
 
 from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core import layout
@@ -331,7 +332,7 @@ def test_gather_changes_nothing_and_finds_everything(disk: SimDisk):
     disk.plant_mount(f"{STAGING}/hostile..", device=1)
     disk.plant_mount(f"{STAGING}/9.e9.a9", device=1)
     before = disk.snapshot()
-    found = gather_evidence(reader(disk), MEGATRON, Ledger().restore(WRITTEN))
+    found = gather_evidence(reader(disk), MEGATRON, ledger_of(WRITTEN))
     assert disk.snapshot() == before
     assert found.tracker == TrackerEvidence("step", 1, by_us=True)
     assert {step: e.found for step, e in found.published.items()} == {1: "manifest"}
@@ -361,7 +362,7 @@ def test_F30_random_damage_is_a_finding_not_a_crash(disk: SimDisk, seed: int):
         replace(disk, path, bytes(data[: choose.randrange(len(data) + 1)]))
     before = disk.snapshot()
     try:
-        gather_evidence(reader(disk), MEGATRON, Ledger().restore(WRITTEN))
+        gather_evidence(reader(disk), MEGATRON, ledger_of(WRITTEN))
     except CkptFsmError:
         pass  # typed: a newer schema, by chance
     assert disk.snapshot() == before

@@ -16,7 +16,9 @@ from ckptfsm.disk.ownership import RootOwnership, open_root
 from ckptfsm.disk.verification import Choose, everything, verify_directory
 
 
-def admit(storage: Storage, identity: Identity, layout: Layout, source: str, step: int) -> None:
+def adopt_directory(
+    storage: Storage, identity: Identity, layout: Layout, source: str, step: int
+) -> None:
     """Move ``source``, a directory of the root, to the published name of ``step``, and name it.
 
     The caller has opened and closed the root before: during a rollback, a moved tracker would look
