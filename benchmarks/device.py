@@ -17,8 +17,8 @@ import torch
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
 from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager, LatestN
+from ckptfsm.dcp.device_copies import DeviceCopies
 from ckptfsm.megatron.compat import process_group
-from ckptfsm.megatron.device_copies import DeviceCopies
 
 ENGINES = ("eager", "gated", "fork")  # the last one copies while the trainer waits
 _GB = 1e9

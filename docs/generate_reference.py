@@ -235,7 +235,7 @@ def _from_source(name: str, module: str) -> list[str]:
     found = _definition(name, module)
     lines = [*_code(name, _called(found)), ast.get_docstring(found) or "", ""]
     bases = [ast.unparse(base) for base in getattr(found, "bases", ())]
-    gated = [_definition("Gate", "ckptfsm.megatron.gate")] if "Gate" in bases else []
+    gated = [_definition("Gate", "ckptfsm.dcp.gate")] if "Gate" in bases else []
     for owner in (found, *gated):
         lines += _methods(owner, f"### {name}")
     return lines

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ckptfsm.megatron import device_copies, image_part
-from ckptfsm.megatron.device_copies import cuda_of
+from ckptfsm.dcp import device_copies
+from ckptfsm.dcp.device_copies import cuda_of
+from ckptfsm.megatron import image_part
 
 DEVICES = ("fake", "cuda")
 LARGE = image_part.SMALL_BYTES // 4 + 100  # numbers of four bytes

@@ -22,10 +22,13 @@ from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.core.formats import FOREIGN, TORCH_DIST
 from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
+from ckptfsm.dcp.blobs import Templates
+from ckptfsm.dcp.device_copies import DeviceCopies
+from ckptfsm.dcp.gate import GatedMemory
+from ckptfsm.dcp.lone_make import no_collective
+from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
-from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.compat import process_group
-from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import (
     ForeignPart,
@@ -34,11 +37,8 @@ from ckptfsm.megatron.foreign import (
     objects_in,
     stage_foreign,
 )
-from ckptfsm.megatron.gate import GatedMemory
 from ckptfsm.megatron.image_part import Held, stage_images
-from ckptfsm.megatron.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
-from ckptfsm.megatron.plain_values import digests_of
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.read_back import ReadBack, misfit_of
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of

@@ -36,8 +36,8 @@ from ckptfsm.core.errors import DamagedRoot, RestoreFailed
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PerRank
 from ckptfsm.core.ports import Storage
+from ckptfsm.dcp.blobs import make_template
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
-from ckptfsm.megatron.blobs import make_template
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.per_rank import WHOLE, with_objects
 from ckptfsm.megatron.read_back import reason_of

@@ -18,9 +18,9 @@ from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.core.images import BlobTail, Copied, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.core.parts import PartSpec
+from ckptfsm.dcp.blobs import Templates
+from ckptfsm.dcp.device_copies import StateCopy, version_of
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
-from ckptfsm.megatron.blobs import Templates
-from ckptfsm.megatron.device_copies import StateCopy, version_of
 from ckptfsm.megatron.planning import PartDraft
 from ckptfsm.megatron.torch_dist import exact, to_host
 from ckptfsm.writers.image import ImagePart

@@ -51,8 +51,8 @@ from ckptfsm.core.errors import (
     one_line,
     shorten,
 )
+from ckptfsm.dcp.blobs import Holes
 from ckptfsm.disk.stock import COMMON
-from ckptfsm.megatron.blobs import Holes
 
 _NAMED = 4  # values that a refusal names, of those with one way out
 _WAYS_NAMED = 4  # ways out that a refusal names, beside the first

@@ -31,6 +31,7 @@ SUBPACKAGES = (
     "coordinator",
     "follow",
     "ranks",
+    "dcp",
     "megatron",
     "integrations",
     "views",
@@ -38,12 +39,13 @@ SUBPACKAGES = (
     "demo",
     "cli",
 )
+TORCH = ("dcp", "megatron", "integrations")
 APART = {  # subpackages that are earlier in the list, and yet not to be imported
     "follow": {"writers", "coordinator"},
-    "views": {"adapters", "writers", "coordinator", "follow", "ranks", "megatron", "integrations"},
-    "testing": {"megatron", "integrations", "views"},
+    "views": {"adapters", "writers", "coordinator", "follow", "ranks", *TORCH},
+    "testing": {*TORCH, "views"},
     "demo": {"integrations"},
-    "cli": {"writers", "follow", "ranks", "megatron", "integrations", "testing"},
+    "cli": {"writers", "follow", "ranks", *TORCH, "testing"},
 }
 # The modules of the standard library that the core may use; config.py reads a TOML file besides.
 HARMLESS = {
@@ -72,7 +74,7 @@ LIBRARIES = {
     "core/config.py": {"pydantic", "pathlib", "sys", "tomllib", "tomli"},
 }
 HEAVY = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
-WITH_TORCH = {"megatron", "demo", "integrations"}
+WITH_TORCH = {*TORCH, "demo"}
 DELETERS = {"disk/trash.py", "adapters/posix_storage.py"}
 CORE = [module for module in MODULES if subpackage(module) == "core"]
 
@@ -154,9 +156,10 @@ def test_F14_no_decision_reads_a_clock():
 
 
 def test_torch_is_in_few_subpackages():
-    """Catches: torch needed to read a journal, or to import the package."""
+    """Catches: torch needed to read a journal, or to import the package; megatron-core in dcp/."""
     found = [m for m in MODULES if subpackage(m) not in WITH_TORCH and packages(m) & HEAVY]
     assert found == []
+    assert [m for m in MODULES if subpackage(m) == "dcp" and "megatron" in packages(m)] == []
 
 
 def test_the_kit_needs_hypothesis_alone():

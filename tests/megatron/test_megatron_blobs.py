@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from ckptfsm.megatron import blobs
-from ckptfsm.megatron.blobs import Template, Templates, make_template
+from ckptfsm.dcp import blobs
+from ckptfsm.dcp.blobs import Template, Templates, make_template
 from ckptfsm.megatron.torch_dist import exact
 
 pytestmark = pytest.mark.megatron

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from ckptfsm import CheckpointManager, SaveFailed
 from ckptfsm.adapters.fork import Child
+from ckptfsm.dcp.device_copies import DeviceCopies
 from ckptfsm.megatron import checkpoint_manager
-from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.writers.write_engine import WriteEngine
 from ckptfsm.writers.write_job import WriteJob
 

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from devices import DEVICES, LARGE, FakeDevice, RealDevice, device_called  # noqa: E402
 
 from ckptfsm.adapters.memory import OwnMemory  # noqa: E402
-from ckptfsm.megatron.device_copies import CudaDevice, DeviceCopies, cuda_of  # noqa: E402
+from ckptfsm.dcp.device_copies import CudaDevice, DeviceCopies, cuda_of  # noqa: E402
 
 
 @pytest.fixture(params=DEVICES)

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptfsm import PerRank
 from ckptfsm.core.errors import ConfigError, SaveFailed
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.megatron.lone_make import no_collective
+from ckptfsm.dcp.lone_make import no_collective
 from ckptfsm.megatron.per_rank import with_objects
 
 LONE = PartSpec("export", "tree", "export", (0,))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfsm.megatron.plain_values import digests_of
+from ckptfsm.dcp.plain_values import digests_of
 
 
 class Kind(Enum):
