@@ -12,12 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ckptfsm.dcp import device_copies
+from ckptfsm.dcp import device_copies, images
 from ckptfsm.dcp.device_copies import cuda_of
-from ckptfsm.megatron import image_part
 
 DEVICES = ("fake", "cuda")
-LARGE = image_part.SMALL_BYTES // 4 + 100  # numbers of four bytes
+LARGE = images.SMALL_BYTES // 4 + 100  # numbers of four bytes
 
 
 class FakeEvent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 import megatron.core
-import xxhash
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -18,18 +16,21 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
+from ckptfsm.core.errors import ConfigError, RestoreFailed
 from ckptfsm.core.formats import FOREIGN, TORCH_DIST
 from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import DeviceCopies
+from ckptfsm.dcp.fast_load import FastLoad
 from ckptfsm.dcp.gate import GatedMemory
+from ckptfsm.dcp.images import Held
 from ckptfsm.dcp.lone_make import no_collective
 from ckptfsm.dcp.plain_values import digests_of
+from ckptfsm.dcp.plan_exchange import PlanExchange, Summary
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.megatron.compat import process_group
-from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
+from ckptfsm.megatron.fast_load import load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import (
     ForeignPart,
     ForeignRequest,
@@ -37,9 +38,9 @@ from ckptfsm.megatron.foreign import (
     objects_in,
     stage_foreign,
 )
-from ckptfsm.megatron.image_part import Held, stage_images
+from ckptfsm.megatron.image_part import stage_images
 from ckptfsm.megatron.per_rank import with_objects
-from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
+from ckptfsm.megatron.planning import PartDraft, Plans, merge_part
 from ckptfsm.megatron.read_back import ReadBack, misfit_of
 from ckptfsm.megatron.shardings import check_fit, check_shards, keys_of, metadata_of
 from ckptfsm.megatron.torch_dist import COMMON_IN_SHARD, finish_part, keeps_common_in_shard
@@ -53,14 +54,6 @@ from ckptfsm.writers.plain_files import (
 
 _ROOT_PART = "state"
 storage_at = opened_storage  # its name in the drop-ins
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A rank's plans; only their digest if rank 0 has them from the last accepted save."""
-
-    digest: str
-    plans: bytes | None
 
 
 @dataclass(slots=True)
@@ -159,12 +152,7 @@ class MegatronDriver:
         self.templates = Templates()
         self.copies = copies
         self.promise = promise or GatedMemory()
-        self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
-        self._sent = ""
-        self._accepted = ""
-        self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
-        self._candidates: dict[str, bytes] = {}
-        self._merged: tuple[tuple[str, ...], Mapping[str, bytes]] = ((), {})
+        self._exchange = PlanExchange()
 
     def provenance(self) -> Mapping[str, str]:
         return provenance("ckptfsm", "torch", "megatron-core")
@@ -188,8 +176,7 @@ class MegatronDriver:
                     self.planner.read_back, spec.name, made.request.async_fn_args, self.rank
                 )
                 ready = True
-        summary = self._summary_of(plans)
-        self._sent = summary.digest
+        summary = self._exchange.summary_of({n: plan.summary for n, plan in plans.items()})
         digests: dict[str, Mapping[str, int]] = {}
         if self._ranks > 1:  # of the values that the others have to give too
             digests = {name: digests_of(plan.common) for name, plan in plans.items()}
@@ -197,43 +184,15 @@ class MegatronDriver:
         expected = sum(plan.expected_bytes for plan in plans.values()) + bytes_of(values)
         return MegatronDraft(specs, ready, summary, expected, digests, self, plans, values)
 
-    def _summary_of(self, plans: Mapping[str, PartDraft]) -> Summary:
-        """The plans as they are sent. Those of the last call are used again if it had the same."""
-        found = [(name, plan.summary) for name, plan in plans.items()]
-        known, pickled, digest = self._summarized
-        same = [(name, id(summary)) for name, summary in found] == [
-            (name, id(summary)) for name, summary in known
-        ]
-        if not same or not digest:
-            pickled = pickle.dumps(found)
-            digest = xxhash.xxh3_128_hexdigest(pickled)
-            self._summarized = (found, pickled, digest)
-        return Summary(digest, None if digest == self._accepted else pickled)
-
     def accept(self) -> None:
-        self._plans = dict(self._candidates)
-        self._accepted = self._sent  # last: an interrupt before this line sends every plan again
+        self._exchange.accept()
 
     def refuse(self) -> None:
-        self._accepted = ""
+        self._exchange.refuse()
 
     def merge(self, summaries: Sequence[Summary]) -> Mapping[str, bytes]:
-        digests = tuple(s.digest for s in summaries)
-        known = self._plans | self._candidates  # a rank may have accepted one that rank 0 refused
-        known.update({s.digest: s.plans for s in summaries if s.plans is not None})
-        if any(digest not in known for digest in digests):
-            raise SaveRefused("a rank refers to a plan that rank 0 does not have; save again")
-        self._candidates = {digest: known[digest] for digest in digests}
-        if digests == self._merged[0]:
-            return self._merged[1]
-        ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         with process_group():
-            merged = {}
-            for name in dict.fromkeys(name for rank in ranks for name in rank):
-                having = {rank: parts[name] for rank, parts in enumerate(ranks) if name in parts}
-                merged[name] = merge_part(name, having)
-        self._merged = (digests, merged)
-        return merged
+            return self._exchange.merge(summaries, merge_part)
 
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]

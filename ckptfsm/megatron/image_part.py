@@ -1,83 +1,18 @@
-"""A torch_dist part as images, for a writer without torch: where each byte of its files lies.
-
-The head and tail of an item's ``torch.save`` blob come from a template. Its data stays in the trainer's
-memory until the writer reads it. An accelerator's tensor is read from its copy in host memory.
-"""
+"""A torch_dist part as images: its shards, the state common to all ranks, the planned metadata."""
 
 from __future__ import annotations
 
-import ctypes
-import io
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.notices import no_warning_is_an_error
-from ckptfsm.core.images import BlobTail, Copied, Image, Literal, Memory, Piece, image_of
+from ckptfsm.core.images import Literal, image_of
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.dcp.blobs import Templates
-from ckptfsm.dcp.device_copies import StateCopy, version_of
+from ckptfsm.dcp.images import Held, saved, shards_of, to_host
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.planning import PartDraft
-from ckptfsm.megatron.torch_dist import exact, to_host
 from ckptfsm.writers.image import ImagePart
-
-# Smaller data is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
-SMALL_BYTES = 64 << 10
-
-
-@dataclass(slots=True)
-class Held:
-    """Tensors with memory that is read after staging, their names, addresses and versions.
-
-    ``promised`` are the storages that stay as they are until the gate; None for all of them.
-    """
-
-    promised: frozenset[int] | None = None
-    tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
-    copies: list[torch.Tensor] = field(default_factory=list)
-    device: StateCopy | None = None
-    gone: bool = False
-
-    def may_change(self, tensor: torch.Tensor) -> bool:
-        """True if nobody promised that this tensor of the trainer stays until the gate."""
-        return (
-            self.promised is not None and tensor.untyped_storage().data_ptr() not in self.promised
-        )
-
-    def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
-        """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""
-        memory = trainers.untyped_storage()
-        mutable = trainers.device.type == "cpu" and (
-            memory.data_ptr() <= read.data_ptr() < memory.data_ptr() + memory.nbytes()
-        )
-        if mutable and not self.may_change(trainers):
-            self.tensors.append((name, trainers, trainers.data_ptr(), version_of(trainers)))
-        self.copies.append(read)
-        return mutable
-
-    def changed(self) -> str:
-        """The first tensor that was changed since it was added, in words; "" if none was."""
-        if self.gone:
-            return "the state was let go of before the writer had read it"
-        for name, tensor, address, version in self.tensors:
-            if tensor.data_ptr() != address:
-                return f"{name} was moved before the writer had read it"
-            if version_of(tensor) != version:
-                return f"{name} was changed before the writer had read it"
-        if self.device is None:
-            return ""
-        if self.device.host_copied:  # this was the last look: they may change
-            self.tensors = []
-        return self.device.changed()
-
-    def clear(self) -> None:
-        if self.device is not None:
-            self.device.let_go()
-        self.tensors, self.copies, self.device, self.gone = [], [], None, True
 
 
 @no_warning_is_an_error()
@@ -96,21 +31,7 @@ def stage_images(
     ``planned`` is None except on the part's first rank, which writes the state common to all ranks.
     """
     templates.look()
-    images: list[Image] = []
-    rows: list[tuple[object, ...]] = []
-    for number, bucket in enumerate(draft.buckets):
-        name = f"__{rank}_{number}.distcp"
-        pieces: list[Piece] = []
-        start = 0
-        for item, value in bucket:
-            blob = _blob(item.index.fqn, value, templates, held)
-            size = sum(piece.size for piece in blob)
-            index = item.index
-            offset = None if index.offset is None else list(index.offset)
-            rows.append((index.fqn, offset, index.index, name, start, size))
-            pieces += blob
-            start += size
-        images.append(image_of(join(spec.directory, name), pieces))
+    images, rows = shards_of(rank, spec.directory, draft.buckets, templates, held)
     if planned is not None:
         file = f"__{rank}_{len(draft.buckets)}.distcp" if common_in_shard else COMMON
         common_state = tree_map(to_host, draft.common)
@@ -129,32 +50,3 @@ def stage_images(
         owner=tuple(held.copies),
         copying=held.device,
     )
-
-
-def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece]:
-    """The pieces of one item."""
-    if isinstance(value, io.BytesIO):
-        return [Literal(value.getvalue())]
-    slot = held.device.slot_for(value) if held.device is not None else None
-    host = exact(to_host(value)) if slot is None else slot
-    template = templates.of(host)
-    if template is None:
-        return [Literal(saved(host if slot is None else exact(to_host(value))))]
-    address, size = host.untyped_storage().data_ptr(), template.data_bytes
-    data: Piece
-    if held.device is not None and slot is not None:
-        held.device.add(name, value, slot, first=size < SMALL_BYTES or held.may_change(value))
-        data = Memory(address, size, mutable=False)
-    elif size < SMALL_BYTES:
-        data = Copied(ctypes.string_at(address, size))
-    else:
-        mutable = held.add(name, value, host)
-        data = Memory(address, size, mutable=mutable, early=mutable and held.may_change(value))
-    return [Literal(template.head), data, BlobTail(template.tail, template.patch)]
-
-
-def saved(value: Any) -> bytes:
-    """The bytes of ``torch.save``."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

@@ -12,9 +12,10 @@ from jobs import Here, Told, is_state_of, managed, state_of, template_of
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from ckptfsm.core.ports import Storage
+from ckptfsm.dcp import fast_load as reading
+from ckptfsm.dcp.fast_load import FastLoad
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.megatron import fast_load
-from ckptfsm.megatron.fast_load import FastLoad
 
 ROWS = 128
 
@@ -54,7 +55,7 @@ def save_and_restore(here: Here, root: str, replicated: bool = False) -> Told:
     with managed(here, root) as manager, pytest.MonkeyPatch.context() as patch:
         manager.save(1, saved)
         manager.wait_until_finished()
-        patch.setattr(fast_load, "first_bad_file", read_whole)
+        patch.setattr(reading, "first_bad_file", read_whole)
         patch.setattr(fast_load, "FastLoad", Watched)
         restored = manager.restore(wanted)
         assert restored is not None

@@ -16,7 +16,7 @@ from torch.utils.serialization import config
 
 from ckptfsm.dcp import blobs
 from ckptfsm.dcp.blobs import Template, Templates, make_template
-from ckptfsm.megatron.torch_dist import exact
+from ckptfsm.dcp.images import exact
 
 pytestmark = pytest.mark.megatron
 

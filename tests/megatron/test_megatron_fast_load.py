@@ -20,12 +20,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from ckptfsm import CheckpointManager, DamagedRoot
 from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.errors import RecoveryWarning
+from ckptfsm.dcp import fast_load as reading
+from ckptfsm.dcp.fast_load import FastLoad
 from ckptfsm.disk import pieces
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.megatron import driver as driver_module
 from ckptfsm.megatron import fast_load
 from ckptfsm.megatron.compat import cpu_devices, process_group
-from ckptfsm.megatron.fast_load import FastLoad
 
 pytestmark = pytest.mark.megatron
 
@@ -318,9 +319,9 @@ def test_a_blob_of_another_torch_is_left_to_stock(
     root: Path, loads: Loads, monkeypatch: pytest.MonkeyPatch, byte: int
 ) -> None:
     """Catches: a place of the data that is assumed without a look at the whole head."""
-    form = fast_load.form_of
+    form = reading.form_of
 
-    def other(*arguments: Any) -> fast_load.Blob | None:
+    def other(*arguments: Any) -> reading.Blob | None:
         blob = form(*arguments)
         assert blob is not None
         head = bytearray(blob.head)
@@ -340,7 +341,7 @@ def test_a_torch_with_surprises_is_left_to_stock(
     def surprise(tensor: torch.Tensor) -> None:
         raise ValueError("another record")
 
-    monkeypatch.setattr(fast_load, "make_template", surprise)
+    monkeypatch.setattr(reading, "make_template", surprise)
     assert restored_state(root, template())["step"] == 2
     assert loads.made == [None]
 

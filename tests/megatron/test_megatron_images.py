@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptfsm.megatron.image_part import Held
-from ckptfsm.megatron.torch_dist import exact, to_host
+from ckptfsm.dcp.images import Held, exact, to_host
 
 pytestmark = pytest.mark.megatron
 

@@ -78,7 +78,7 @@ def test_a_key_that_one_rank_misnames_is_named_on_all(cluster: Cluster, root: Pa
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "strided"])
 def test_a_common_value_may_be_a_tensor_of_any_layout(layout: str) -> None:
     """Catches: a sparse tensor among the common values that makes every save fail."""
-    from ckptfsm.megatron.torch_dist import to_host
+    from ckptfsm.dcp.images import to_host
 
     tensor = torch.eye(3)
     value = tensor if layout == "strided" else tensor.to_sparse(layout=getattr(torch, layout))

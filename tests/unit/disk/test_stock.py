@@ -215,7 +215,7 @@ def test_a_member_of_an_enumeration_may_be_named_by_getattr(
     """Catches: with an early Python 3.11, every save fails and stock checkpoints are refused."""
     from torch.distributed.checkpoint.metadata import TensorProperties
 
-    from ckptfsm.megatron.torch_dist import read_planned
+    from ckptfsm.dcp.metadata import read_planned
 
     metadata = pickle.loads((copy / ".metadata").read_bytes())
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", _by_getattr)
@@ -593,7 +593,7 @@ GETATTR = b"\x80\x04cbuiltins\ngetattr\n"
 )
 def test_F30_getattr_names_a_member_of_an_enumeration_and_nothing_else(pickled: bytes) -> None:
     """Catches: a chain of ``getattr`` that leads a stock loader from an enumeration to a function."""
-    from ckptfsm.megatron.torch_dist import read_planned
+    from ckptfsm.dcp.metadata import read_planned
 
     with pytest.raises(DamagedRoot, match=r"builtins\.getattr|malformed pickle|no Metadata"):
         load_metadata_stub(pickled)

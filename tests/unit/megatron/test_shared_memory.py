@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core")
 from ckptfsm import CheckpointManager, GroupWorker  # noqa: E402
 from ckptfsm.adapters.segments import is_in_segment  # noqa: E402
 from ckptfsm.core.errors import ConfigError  # noqa: E402
+from ckptfsm.dcp.images import to_host  # noqa: E402
 from ckptfsm.dcp.shared_memory import move_to_shared_memory, tensors_of  # noqa: E402
 from ckptfsm.megatron.foreign import _private  # noqa: E402
-from ckptfsm.megatron.torch_dist import to_host  # noqa: E402
 from ckptfsm.writers.write_engine import WriteEngine  # noqa: E402
 
 LARGE = 1 << 16

@@ -9,12 +9,11 @@ import pytest
 import xxhash
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
 
 from ckptfsm.core.documents import FileEntry  # noqa: E402
+from ckptfsm.dcp.fast_load import FastLoad, Filled, Target, form_of  # noqa: E402
 from ckptfsm.disk.durable import write_new  # noqa: E402
 from ckptfsm.disk.pieces import PIECE_BYTES  # noqa: E402
-from ckptfsm.megatron.fast_load import FastLoad, Filled, Target, form_of  # noqa: E402
 from ckptfsm.testing.simfs import SimDisk, SimStorage  # noqa: E402
 
 SHAPES = {"small": (3,), "grid": (2, 5), "big": (PIECE_BYTES // 4 + 10,), "last": (1,)}
@@ -50,7 +49,7 @@ class File:
             blob = form_of(tensor.dtype, shape)
             memory = tensor.reshape(-1).view(torch.uint8)
             targets.append(Target(name, memory, blob, self.starts[key]))
-        reading = FastLoad(self.storage, "", {entry: targets})
+        reading = FastLoad(self.storage, "", {entry: targets}, lambda *state: {})
         problem = reading.run({"file"})
         return problem, {each.key for each in reading.full()}
 
