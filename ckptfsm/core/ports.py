@@ -532,7 +532,7 @@ class VerifiedReading(Protocol):
 
 
 class Driver(Protocol):
-    """Turns a trainer's state into parts that can be written, and back. Only megatron/ has torch.
+    """Turns a trainer's state into parts that can be written, and back. Only dcp/ and above have torch.
 
     A save calls ``draft``, ``merge``, ``Draft.stage`` and ``PartJob.write``. A restore calls
     ``plan_reading``, ``survey``, ``check`` and ``load``. ``finishers`` has the one of each ``planned``

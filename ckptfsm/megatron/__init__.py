@@ -1,4 +1,4 @@
-"""The only part of the library that imports torch and megatron-core."""
+"""What needs megatron-core: its planner, its loader, requests of its queue."""
 
 from ckptfsm.adapters.versions import installed, judge, require
 
