@@ -22,9 +22,9 @@ from ckptfsm.core.jobs import Job, with_placeholders
 from ckptfsm.core.layout import JOBS, job_name
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, make_dirs, put
+from ckptfsm.disk.durable import make_dirs, put
 from ckptfsm.disk.overview import read_records
-from ckptfsm.disk.trash import remove_marker
+from ckptfsm.disk.trash import remove_marker, sweep_temporaries
 from ckptfsm.follow.runner import FollowPlan, Records, Runner
 
 _NICE = 10
@@ -84,17 +84,20 @@ class JobRecords(Records):
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._tag = f"jobs-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._refused = False
 
     def begin(self) -> list[JobRecord]:
         """Make the directory, remove temporary files of dead writers, and read what is there."""
         make_dirs(self._storage, JOBS)
-        for name in list_names(self._storage, JOBS):
-            if TEMPORARY in name:
-                remove_marker(self._storage, f"{JOBS}/{name}")
+        sweep_temporaries(self._storage, (JOBS,))
         return read_records(self._storage)
 
     def put(self, record: JobRecord) -> None:
+        if self._refused:  # else each try leaves a file, until none may be made
+            sweep_temporaries(self._storage, (JOBS,))
+        self._refused = True
         put(self._storage, job_name(record.of, record.job), encode(record), tag=self._tag)
+        self._refused = False
 
     def remove(self, record: JobRecord) -> None:
         remove_marker(self._storage, job_name(record.of, record.job))

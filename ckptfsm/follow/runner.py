@@ -251,7 +251,7 @@ class Runner(Follower):
         if busy is not None and busy.attempt is not None:
             times.append(busy.ends_at)
             watched += busy.attempt.watched()
-        elif busy is not None and busy.outcome is None:
+        elif busy is not None and busy.outcome is None and not self._trouble:
             times.append(busy.not_before)
         waiting = select.poll()
         for fd in watched:
@@ -406,7 +406,8 @@ class Runner(Follower):
         busy = self._busy
         if busy is None:
             return
-        if busy.outcome is None and busy.attempt is None and now >= busy.not_before:
+        rests = busy.outcome is None and busy.attempt is None
+        if rests and now >= busy.not_before and not self._trouble:  # else after the next look
             self._start(busy, now)
         if busy.outcome is None and busy.attempt is not None:
             self._watch(busy, busy.attempt, now)

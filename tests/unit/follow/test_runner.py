@@ -11,6 +11,7 @@ import select
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from real_roots import crashed, real_job, real_root
@@ -24,7 +25,7 @@ from ckptfsm.core.jobs import Job
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.overview import read_records
-from ckptfsm.follow import follower
+from ckptfsm.follow import follower, runner
 from ckptfsm.follow.jobs import JobOrder, JobRecords, JobWork
 from ckptfsm.follow.runner import FollowPlan, Runner, Trouble
 
@@ -444,6 +445,55 @@ def test_F6_an_error_of_the_disk_is_told_once_and_tried_again(make, monkeypatch)
     work.finish()
     assert work.words == ["OSError: [Errno 5] bad disk", "10 export done"]
     assert (work.place / "ran").read_text() == "10\n"
+
+
+class Quiet:
+    """The trainer's end of a channel on which nothing is said until the clock comes to ``until``."""
+
+    def __init__(self, clock: Still, until: float) -> None:
+        self.clock, self.until, self.waits = clock, until, 0
+
+    def fileno(self) -> int:
+        return 0
+
+    def receive(self, _: float | None) -> tuple[bool, list]:
+        return self.clock.later < self.until, []
+
+    def register(self, *_: object) -> None: ...
+
+    def poll(self, timeout_ms: float) -> None:
+        self.waits += 1
+        assert self.waits < 1000, "it never rests"
+        self.clock.later += timeout_ms / 1000
+
+
+def test_F6_a_disk_that_takes_no_record_is_asked_after_pauses(make, monkeypatch):
+    """Catches: a process that tries without a pause, and whose temporary files then refuse every record
+    for good, though there is room again."""
+    start, job = make
+    job.save(10)
+    work = start(shell("echo {step} >> ran"))
+    work.runner._plan = replace(work.runner._plan, look_s=1.0)
+    real = work.storage.write
+    full = SimpleNamespace(tries=0)
+
+    def write(handle, data):
+        if b'"running"' not in bytes(data):
+            return real(handle, data)
+        full.tries += 1
+        raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(work.storage, "write", write)
+    quiet = Quiet(work.clock, 1000.0)
+    monkeypatch.setattr(runner, "select", SimpleNamespace(poll=lambda: quiet, POLLIN=0))
+    work.runner.serve(quiet)
+    assert 150 < full.tries < 250 and quiet.waits < 1000
+    assert work.words == ["OSError: [Errno 28] disk full"]
+    assert len(os.listdir(f"{work.storage.root}/.ckptfsm/jobs")) <= 2, "the record that waits, and one temporary file"
+    monkeypatch.undo()
+    work.clock.later += 10.0
+    work.finish()
+    assert work.records == [(10, "export", "done", 1)]
 
 
 def test_an_end_that_cannot_be_recorded_is_recorded_later(make, monkeypatch):
