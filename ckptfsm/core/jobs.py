@@ -188,12 +188,18 @@ def _new_ones(
     there = tracked if is_new else tracked.union(saved)
     due = sorted((of for of in there if of.step % job.every == 0), key=turn)
     new = due[-1:] if is_new else [of for of in due if last is None or turn(of) > last]
-    return [_fate(_first_record(of, job), checkpoints.get(of), job) for of in new]
+    return [_fate(first_record(of, job.name), checkpoints.get(of), job) for of in new]
 
 
-def _first_record(of: AttemptId, job: Task) -> JobRecord:
+def first_record(of: AttemptId, job: str, reason: str = "") -> JobRecord:
+    """The record of a job that waits, and did not begin yet."""
     return JobRecord(
-        step=of.step, epoch=of.epoch, attempt=of.attempt, job=job.name, state=JobState.WAITING
+        step=of.step,
+        epoch=of.epoch,
+        attempt=of.attempt,
+        job=job,
+        state=JobState.WAITING,
+        reason=reason,
     )
 
 

@@ -14,6 +14,7 @@ from ckptfsm.adapters.identity import is_stopped, this_process
 from ckptfsm.core.documents import Holder, JobRecord, Pin, decode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
+from ckptfsm.core.jobs import first_record
 from ckptfsm.core.layout import JOBS, LAYOUTS, MEGATRON, PRIVATE, TRACKER, Layout, parse_job
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
@@ -25,6 +26,7 @@ from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
 
 _RECORD_BYTES = 1 << 16  # of a pin, or of a job
+_UNREADABLE = "its record could not be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +151,19 @@ def _reason_of(storage: Storage, path: str) -> str:
 def read_records(storage: Storage) -> list[JobRecord]:
     """All records of jobs, in no order. Raises ``NewerSchema`` or ``OSError``.
 
-    One that cannot be read counts as absent: its job then runs again.
+    One that cannot be read counts as one that waits, by its name: its job then runs again.
     """
+    named = {name: key for name in list_names(storage, JOBS) if (key := parse_job(name))}
     found = []
-    names = [name for name in list_names(storage, JOBS) if parse_job(name) is not None]
-    for name, data in storage.read_each(JOBS, names, _RECORD_BYTES) if names else ():
+    for name, data in storage.read_each(JOBS, list(named), _RECORD_BYTES) if named else ():
+        of, job = named[name]
         try:
             record = decode(JobRecord, data, f"{JOBS}/{name}")
         except NewerSchema:
             raise
         except DamagedRoot:
-            continue
-        if parse_job(name) == (record.of, record.job):
-            found.append(record)
+            record = None
+        if record is None or (record.of, record.job) != (of, job):
+            record = first_record(of, job, _UNREADABLE)
+        found.append(record)
     return found

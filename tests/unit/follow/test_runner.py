@@ -396,17 +396,32 @@ def job_record(step: int, job: str) -> JobRecord:
     return JobRecord(step=step, epoch=1, attempt=1, job=job, state=JobState.DONE)
 
 
-def test_a_record_that_cannot_be_read_is_written_anew(make, tmp_path):
+@pytest.mark.parametrize("left", ["", '{"schema_version":1', "another's"])
+def test_a_job_whose_record_cannot_be_read_runs_again(make, tmp_path, left):
+    """Catches: a job that never runs for a step, as later steps have records."""
     start, job = make
+    work = start(shell("echo {step} >> ran"))
     job.save(10)
-    jobs = tmp_path / "root/.ckptfsm/jobs"
-    jobs.mkdir()
-    (jobs / "10.e1.a1.export.json").write_text('{"schema_version":1')
-    (jobs / "5.e1.a1.export.json").write_bytes((jobs / "10.e1.a1.export.json").read_bytes())
-    (jobs / "notes.txt").write_text("x")
-    work = start(shell("true"))
+    job.coordinator.pin(10, "")
     work.finish()
-    assert work.records == [(10, "export", "done", 1)]
+    job.save(20)
+    work.finish()
+    jobs = tmp_path / "root/.ckptfsm/jobs"
+    damaged = (jobs / "20.e1.a2.export.json").read_text() if left == "another's" else left
+    (jobs / "10.e1.a1.export.json").write_text(damaged)
+    (jobs / "5.e1.a9.export.json").write_text(damaged)
+    (jobs / "notes.txt").write_text("x")
+    (record, *_) = [each for each in read_records(work.storage) if each.step == 10]
+    assert (record.state, record.reason) == (JobState.WAITING, "its record could not be read")
+    again = start(shell("echo {step} >> ran"))
+    again.finish()
+    assert again.records == [
+        (5, "export", "missed", 0),
+        (10, "export", "done", 1),
+        (20, "export", "done", 1),
+    ]
+    assert (work.place / "ran").read_text() == "10\n20\n10\n"
+    assert again.words == ["5 export missed", "10 export done"]
     assert (jobs / "notes.txt").exists()
 
 
@@ -489,7 +504,7 @@ def test_F6_a_disk_that_takes_no_record_is_asked_after_pauses(make, monkeypatch)
     work.runner.serve(quiet)
     assert 150 < full.tries < 250 and quiet.waits < 1000
     assert work.words == ["OSError: [Errno 28] disk full"]
-    assert len(os.listdir(f"{work.storage.root}/.ckptfsm/jobs")) <= 2, "the record that waits, and one temporary file"
+    assert len(work.storage.listdir(".ckptfsm/jobs")) <= 2, "the record, and a temporary file"
     monkeypatch.undo()
     work.clock.later += 10.0
     work.finish()
