@@ -35,7 +35,7 @@ from ckptfsm.core.jobs import (
     pause_s,
     settle,
 )
-from ckptfsm.core.layout import EPOCHS, READERS, LayoutName, parse_attempt, parse_reader
+from ckptfsm.core.layout import EPOCHS, LAYOUTS, READERS, LayoutName, parse_attempt, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
@@ -428,11 +428,11 @@ class Runner(Follower):
                 self._waiting = tuple(each for each in self._waiting if each != record)
 
     def _start(self, busy: _Busy, now: float) -> None:
+        path = self._path_of(busy.record)
         record = begun(busy.record)
         self._put(record)
         busy.record = record
         busy.ends_at = now + busy.task.timeout_s
-        path = self._held[record.of].path
         try:
             busy.attempt = self._work.begin(record, self._checkpoints[record.of], path)
         except Unfit as error:
@@ -440,11 +440,21 @@ class Runner(Follower):
         except Exception as error:  # of the machine, or of the task's settings
             busy.outcome = after_attempt(record, busy.task, describe(error))
 
+    def _path_of(self, record: JobRecord) -> str:
+        """Where its checkpoint is. Raises ``StorageError`` if another root is there by now."""
+        name = LAYOUTS[self._plan.layout].published_name(record.step)
+        return self._storage.absolute(name)
+
     def _watch(self, busy: _Busy, attempt: Attempt, now: float) -> None:
         problem = attempt.ended()
         if problem is None and now >= busy.ends_at:
             words = attempt.kill()
             problem = f"killed after {busy.task.timeout_s:g} s" + (f": {words}" if words else "")
+        if problem == "":
+            try:
+                self._path_of(busy.record)
+            except StorageError as error:
+                problem = f"it may have read another directory: {describe(error)}"
         if problem is not None:
             busy.attempt, busy.outcome = None, after_attempt(busy.record, busy.task, problem)
 

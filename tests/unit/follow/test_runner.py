@@ -297,6 +297,34 @@ def test_a_job_of_another_runs_directory_is_missed(make, tmp_path):
     assert readers(job) == []
 
 
+def test_no_attempt_begins_or_is_done_while_another_root_is_there(make, tmp_path):
+    """Catches: an export that is recorded as done, and read another run's weights."""
+    start, job = make
+    work = start(shell("echo {step} >> begun; read word < go"))
+    job.save(20)
+    work.work()
+    root, moved, other = tmp_path / "root", tmp_path / "moved", real_root(tmp_path / "other", 20)
+    root.rename(moved)
+    other.rename(root)
+    work.go()
+    while not work.words:
+        work.wait()
+        work.work()
+    assert work.words == ["20 export waiting"] and "not the directory" in work.told[0].reason
+    for _ in range(3):
+        work.work()
+    assert work.attempts.group is None and len(work.words) == 2
+    assert "not the directory that was opened" in work.words[1]
+    assert work.records == [(20, "export", "waiting", 1)]
+    root.rename(other)
+    moved.rename(root)
+    work.work()
+    work.go()
+    work.finish()
+    assert work.records == [(20, "export", "done", 2)]
+    assert (work.place / "begun").read_text() == "20\n20\n"
+
+
 def test_a_step_that_is_pruned_between_the_look_and_the_lease_is_missed(make):
     start, job = make
     job.save(10)
