@@ -108,12 +108,12 @@ def settle(
     busy: JobRecord | None = None,
     saved: Collection[AttemptId] = (),
     *,
-    at_start: bool = True,
+    epoch: int = 0,
 ) -> Settled:
     """Compare the records with the checkpoints of the ledger. ``busy`` is left as it is.
 
-    ``saved``: attempts that were tracked at some time, and may be gone since. ``at_start``: the first
-    call of this run, where a new job begins with the newest. Later, nothing is passed over.
+    ``saved``: attempts that were tracked at some time, and may be gone since. ``epoch``: the owner's. A
+    new job begins with the newest that it found, and takes all that it saved since.
     """
     before = {key_of(each): each for each in records}
     untouched = None if busy is None else key_of(busy)
@@ -125,7 +125,7 @@ def settle(
         for key, record in before.items()
     }
     for job in jobs:
-        after |= {key_of(new): new for new in _new_ones(job, before, checkpoints, saved, at_start)}
+        after |= {key_of(new): new for new in _new_ones(job, before, checkpoints, saved, epoch)}
         after |= {key_of(late): late for late in _too_many(job, after.values(), untouched)}
     for name in {job for _, job in after}:
         of_job = [each for each in after.values() if each.job == name]
@@ -176,18 +176,21 @@ def _new_ones(
     records: Mapping[Key, JobRecord],
     checkpoints: Mapping[AttemptId, Checkpoint],
     saved: Collection[AttemptId],
-    at_start: bool,
+    epoch: int,
 ) -> list[JobRecord]:
-    """Records for the checkpoints that were tracked after the job's last record.
+    """Records for the checkpoints that were tracked after the job's last record, see ``settle``.
 
     Those that are gone by now are missed.
     """
     tracked = {of for of, checkpoint in checkpoints.items() if checkpoint.state is State.TRACKED}
     last = max((turn(of) for of, name in records if name == job.name), default=None)
-    is_new = last is None and at_start
-    there = tracked if is_new else tracked.union(saved)
-    due = sorted((of for of in there if of.step % job.every == 0), key=turn)
-    new = due[-1:] if is_new else [of for of in due if last is None or turn(of) > last]
+    due = sorted((of for of in tracked.union(saved) if of.step % job.every == 0), key=turn)
+    if last is not None:
+        new = [of for of in due if turn(of) > last]
+    else:
+        ours = {of for of in saved if of.epoch == epoch}  # adopted ones are not among the saved
+        found = [of for of in due if of in tracked and of not in ours]
+        new = [*found[-1:], *(of for of in due if of in ours)]
     return [_fate(first_record(of, job.name), checkpoints.get(of), job) for of in new]
 
 

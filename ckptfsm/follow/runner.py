@@ -156,7 +156,7 @@ class Runner(Follower):
         self._tasks = {task.name: task for task in plan.tasks}
         self._nonce = f"{plan.leases}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._leases = 0
-        self._begun, self._at_start = False, True
+        self._begun = False
         self.records: dict[Key, JobRecord] = {}
         self._checkpoints: Mapping[AttemptId, Checkpoint] = {}
         self._saved: set[AttemptId] = set()
@@ -321,12 +321,11 @@ class Runner(Follower):
             self._checkpoints,
             busy.record if busy is not None else None,
             self._saved,
-            at_start=self._at_start,
+            epoch=self._plan.epoch,
         )
         self._changed = bool(found.put)
         for record in found.put:
             self._put(record)
-        self._at_start = False
         for record in found.removed:
             self._store.remove(record)
             del self.records[key_of(record)]

@@ -185,6 +185,24 @@ def test_a_new_job_has_missed_nothing():
     ]
 
 
+def test_a_new_job_skips_nothing_that_its_owner_saved():
+    """Catches: the first steps of a run, skipped as they came before the first look."""
+    old = [AttemptId(step, 1, step) for step in (10, 20)]
+    ours = [AttemptId(step, 2, step) for step in (30, 40, 50)]
+    adopted = [AttemptId(step, 2, step) for step in (5, 6)]
+    there = [*old, *ours[1:]]
+    now = {of: Checkpoint(id=of, state=S.TRACKED, parts=()) for of in there}
+    found = settle((EXPORT,), (), now, saved=[*old, *ours], epoch=2)
+    assert told(found.put) == [
+        (20, "export", "waiting"),
+        (30, "export", "missed"),
+        (40, "export", "waiting"),
+        (50, "export", "waiting"),
+    ]
+    now = {of: Checkpoint(id=of, state=S.TRACKED, parts=()) for of in adopted}
+    assert told(settle((EXPORT,), (), now, epoch=2).put) == [(6, "export", "waiting")]
+
+
 # ----------------------------------------------------------------------------- the fate of a record
 
 

@@ -248,7 +248,7 @@ def test_a_step_that_is_rolled_back_while_its_job_runs(make):
     job.save(10)
     job.coordinator.pin(10, "")
     job.save(20)
-    work = start(shell(HELD))
+    work = start(shell(HELD, every=20))
     work.work()
     assert work.records == [(20, "export", "running", 1)]
     job.coordinator.rollback(10)
@@ -268,7 +268,7 @@ def test_another_attempt_at_the_step_is_another_checkpoint(make):
     job.save(10)
     job.coordinator.pin(10, "")
     job.save(20)
-    work = start(shell("cp {path}/.ckptfsm/manifest.json ."))
+    work = start(shell("cp {path}/.ckptfsm/manifest.json .", every=20))
     work.runner._look()
     assert [each.step for each in work.runner._waiting] == [20]
     job.coordinator.rollback(10)
@@ -352,6 +352,16 @@ def test_steps_that_come_and_go_between_two_looks_are_missed(make):
         (30, "export", "missed", 0),
         (40, "export", "done", 1),
     ]
+
+
+def test_steps_that_were_saved_before_the_first_look_are_not_skipped(make):
+    """Catches: the first steps of a run, of which no record tells, as the process was slow to start."""
+    start, job = make
+    job.save(10)
+    job.save(20)
+    work = start(shell("true"))
+    work.finish()
+    assert work.records == [(10, "export", "missed", 0), (20, "export", "done", 1)]
 
 
 def test_a_step_that_is_tracked_during_a_look_is_not_missed(make, monkeypatch):
