@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from ckptfsm.adapters.notices import say
@@ -25,7 +26,7 @@ from ckptfsm.follow.jobs import JobOrder
 from ckptfsm.follow.runner import FollowPlan, Message, Stop, Trouble
 
 log = logging.getLogger("ckptfsm")
-_STARTS = 3  # of the process, in the life of a manager
+_PAUSE_S, _DOUBLINGS = 1.0, 8  # before the process is started again
 _LISTEN_S = 5.0
 _JOIN_S = 0.1
 _ENDS_A_PROGRAM = ("SIGTERM", "SIGINT", "SIGHUP")  # a program may send them to its own processes
@@ -66,7 +67,7 @@ class JobsBeside:
             ),
         )
         self._end_s = config.exit_timeout_s
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._stopped: Stop | None = None
         self._process: Spawned | None = None
         self._thread = threading.Thread(target=self._run, name="ckptfsm-jobs", daemon=True)
@@ -96,8 +97,9 @@ class JobsBeside:
             self._thread.join(self._end_s)
 
     def _ask(self, stop: Stop) -> Spawned | None:
-        with self._lock:
+        with self._changed:
             self._stopped, process = stop, self._process
+            self._changed.notify()
             if process is not None and process.is_open:
                 process.resume()  # one that is stopped could not end in order
                 with suppress(OSError):  # it has ended by itself
@@ -106,33 +108,50 @@ class JobsBeside:
 
     def _run(self) -> None:
         try:
-            for _ in range(_STARTS):
+            for deaths in count():
+                asked = self._stopped
                 try:
                     status = self._run_process()
+                    event, said = "jobs_ended", f"ended with {status}"
                 except OSError as error:
-                    status = -1
-                    why = describe(error)
-                    said = f"the process of the jobs cannot be started: {why}"
-                    say(log.warning, "jobs_not_started", said, error=why)
-                if status == 0 or self._stopped is not None:
+                    status, event = -1, "jobs_not_started"
+                    said = f"cannot be started: {describe(error)}"
+                if status == 0:
                     return
-                said = f"the process of the jobs ended with {status}"
-                say(log.warning, "jobs_ended", said, status=status)
+                pause = _PAUSE_S * 2 ** min(deaths, _DOUBLINGS)
+                # A drain begins it once more, at most.
+                is_last = asked is not None or self._is_over()
+                then = "the jobs wait for the next manager" if is_last else f"again in {pause:g} s"
+                said = f"the process of the jobs {said}; {then}. If it was killed, see dmesg"
+                say(log.warning, event, said, status=status)
+                if is_last:
+                    return
+                self._rest(pause)
         finally:
             for fd in self._fds:
                 os.close(fd)
 
+    def _rest(self, pause_s: float) -> None:
+        with self._changed:
+            if self._stopped is None:
+                self._changed.wait(pause_s)
+
+    def _is_over(self) -> bool:
+        return self._stopped is not None and self._stopped.drain_s <= 0
+
     def _run_process(self) -> int:
         """Start the process and log its messages until it has ended. Returns its exit status."""
-        if self._stopped is not None:
+        if self._is_over():
             return 0
         process = Spawned("ckptfsm.follow.jobs", "main", last_act=True)
         try:
             process.send(self._order, self._fds)
-            with self._lock:  # not before: the order comes first
-                if self._stopped is not None:
+            with self._changed:  # not before: the order comes first
+                if self._is_over():
                     return 0
                 self._process = process
+                if self._stopped is not None:
+                    process.send(self._stopped)
             while (status := process.exitcode()) is None:
                 for message in process.listen(_LISTEN_S):
                     tell(message)

@@ -27,7 +27,7 @@ LINES = MappingProxyType(
         "dcp": 1860,
         "demo": 810,
         "disk": 4420,
-        "follow": 1110,
+        "follow": 1130,
         "integrations": 4000,
         "megatron": 2700,
         "ranks": 4420,
