@@ -460,9 +460,9 @@ class Runner(Follower):
     def _finish(self, busy: _Busy, outcome: JobRecord, now: float) -> None:
         self._put(outcome)
         busy.record, busy.outcome = outcome, None
+        self._look_at, self._settled = 0.0, None  # it may have reported metrics, for the next one
         if outcome.state is JobState.WAITING:
             busy.not_before = now + pause_s(busy.task, outcome.begun)
             return
         self._busy = None
-        self._look_at = 0.0
         self._let_go(outcome.of)

@@ -608,18 +608,37 @@ def test_a_failure_to_start_is_a_failed_attempt(make):
     assert "FileNotFoundError" in work.told[0].reason
 
 
-def test_metrics_and_attempt_are_those_of_the_journal(make):
-    """Catches: a function that is called with the metrics of the save alone."""
+@pytest.mark.parametrize("name", ["note", "again"])
+def test_metrics_and_attempt_are_those_of_the_journal(make, name):
+    """Catches: a function that is called with the metrics of the save alone, or without those that
+    an earlier job or attempt reported."""
     start, job = make
     job.save(10)
     job.coordinator.record_metrics(10, {"loss": 0.25})
-    work = start(Job(name="note", command="told_of:note"))
+    held = shell("read word < go", "held", attempts=1)
+    work = start(
+        *([held] if name == "note" else []),
+        Job(name=name, command=f"told_of:{name}", backoff_s=0.0),
+    )
     (work.place / "told_of.py").write_text(
         "def note(path, step, metrics): open('told', 'w').write(repr((step, metrics)))\n"
+        "def again(path, step, metrics):\n"
+        "    if open('go').readline() == 'fail\\n': raise OSError\n"
+        "    note(path, step, metrics)\n"
     )
+    work.work()
+    work.work()  # after the first renewal of the lease
+    job.coordinator.record_metrics(10, {"bleu": 0.5})
+    work.go("fail")
+    while not work.words:
+        work.wait()
+        work.work()
+    if name == "again":
+        work.work()
+        work.go()
     work.finish()
-    assert (work.place / "told").read_text() == "(10, {'loss': 0.25})"
-    (record,) = read_records(work.storage)
+    assert (work.place / "told").read_text() == "(10, {'bleu': 0.5, 'loss': 0.25})"
+    record = read_records(work.storage)[-1]
     assert record.of == AttemptId(10, 1, 1) and record.at.startswith("20")
 
 
