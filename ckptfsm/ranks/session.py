@@ -245,9 +245,11 @@ class Session:
                     limit, what = self.config.close_timeout_s, "the saves in flight"
                     self._participant.wait_and_retry(_may_close, nothing_unfinished, limit, what)
                     self._participant.raise_failures()
-                    self._agree(Coordinator.close)
+                    # A command that finds no owner takes the root, and so ends the jobs.
+                    self._agree(Coordinator.close if self._jobs is None else Coordinator.nothing)
                     if self._jobs is not None:
                         self._jobs.drain(self.config.jobs_drain_s, self._one_call.hear)
+                        self._client.ask(Coordinator.close)  # the other ranks have left
                 self._let_go(self.config.exit_timeout_s)
         except BaseException:
             self.abandon()

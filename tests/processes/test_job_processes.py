@@ -11,10 +11,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runs import said
-from fakes import environment
+from fakes import environment, fake_ports
+
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.config import make_config
+from ckptfsm.core.jobs import Job
+from ckptfsm.disk.ownership import newest_epoch
+from ckptfsm.follow.beside import JobsBeside
+from ckptfsm.ranks.manager import Manager
 
 TRAINER = """
 import json, logging, sys
@@ -196,6 +204,30 @@ def test_close_drains_the_jobs_if_it_is_told_to(tmp_path):
         assert trainer.end() == 0
     assert "job_done 1" in trainer.words
     assert (tmp_path / "done").read_text() == "1\n" and state(tmp_path, "1.e1.a1") == ("done", 1)
+
+
+def test_a_command_in_the_drain_asks_the_trainer_and_ends_no_job(tmp_path, capsys, monkeypatch):
+    """Catches: a root that is given back before its jobs have ended: a job that reports, or a person who
+    pins, becomes the owner, and all jobs are killed.
+    """
+    root = tmp_path / "root"
+    os.mkfifo(tmp_path / "go")
+    drain = JobsBeside.drain
+
+    def command_then_drain(jobs: JobsBeside, *limits: Any) -> None:
+        out = said(capsys, "record-metrics", "1", "loss=2", "-r", root)
+        assert "step 1 has: loss 2" in out and "export: running" in said(capsys, "ls", "-r", root)
+        (tmp_path / "go").write_text("on\n")
+        drain(jobs, *limits)
+
+    monkeypatch.setattr(JobsBeside, "drain", command_then_drain)
+    job = Job(name="export", command=("sh", "-c", f"read word < {tmp_path}/go"))
+    settings = {"on_tracked": [job], "jobs_drain_s": LIMIT_S}
+    with Manager(fake_ports(root), make_config(settings)) as manager:
+        manager.save(1, parts={"x": b"1"}).wait()
+    assert state(tmp_path, "1.e1.a1") == ("done", 1)
+    assert newest_epoch(PosixStorage(root)) == 1
+    assert "closed" in said(capsys, "log", "-r", root).splitlines()[-1]
 
 
 def test_F1_a_process_of_jobs_that_is_killed_begins_again(tmp_path):
