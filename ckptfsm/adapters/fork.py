@@ -137,27 +137,46 @@ class Child:
         self._data.clear()
 
 
-def reaped(pid: int) -> tuple[int | None] | None:
-    """None while the leader of a group runs, else its exit code: None if something else reaped it.
-
-    Kills what has outlived it in the group, and would write on.
-    """
-    try:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return None
-        kill_group(pid)  # before its number is free for another process
-        return (os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),)
-    except ChildProcessError:
-        # No number is used again while it is a group's.
-        if not Path(f"/proc/{pid}").exists():
-            kill_group(pid)
-        return (None,)
-
-
 def kill_group(leader: int) -> None:
     """Kill all processes of a group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the trainer's user changed
         os.killpg(leader, signal.SIGKILL)
+
+
+def reaped(pid: int, kill_rest: Callable[[int], object] = kill_group) -> tuple[int | None] | None:
+    """None while the leader of a group runs, else its exit code: None if something else reaped it.
+
+    ``kill_rest`` kills what has outlived it, and would write on.
+    """
+    try:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        kill_rest(pid)  # before its number is free for another process
+        return (os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),)
+    except ChildProcessError:
+        # No number is used again while it is a group's, or a session's.
+        if not Path(f"/proc/{pid}").exists():
+            kill_rest(pid)
+        return (None,)
+
+
+def kill_session(leader: int) -> None:
+    """Kill all groups of a session, also those that are made meanwhile."""
+    killed: set[int] = set()
+    while groups := {leader, *groups_of(leader)} - killed:
+        for group in groups:
+            kill_group(group)
+        killed |= groups
+
+
+def groups_of(session: int) -> set[int]:
+    """The process groups of a session, by the numbers of their leaders."""
+    found: set[int] = set()
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or is not ours
+            if os.getsid(pid) == session:
+                found.add(os.getpgid(pid))
+    return found
 
 
 def fork_child(

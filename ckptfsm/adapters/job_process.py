@@ -75,7 +75,7 @@ class JobProcess:
         output, theirs = os.pipe2(os.O_CLOEXEC)
         try:
             self._process = TiedProcess(
-                command, [null, theirs, theirs], environment=environment, cwd=cwd
+                command, [null, theirs, theirs], environment=environment, cwd=cwd, own_session=False
             )
         except BaseException:
             os.close(output)

@@ -6,7 +6,8 @@ do so only by a copy of the whole trainer, with all its locks. Here the child sh
 memory, as after ``vfork``, and makes some calls of libc. No code of Python runs in it, and no page is
 copied.
 
-The process leads a session. All that is left of that is killed when its end is noticed.
+The process leads a session, or a group in its starter's. All that is left of that is killed when its
+end is noticed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 
-from ckptfsm.adapters.fork import children_of, kill_group, reaped
+from ckptfsm.adapters.fork import children_of, kill_group, kill_session, reaped
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -60,8 +61,9 @@ class TiedProcess:
     """A process that runs ``command``, seen from the process that started it.
 
     ``inherited`` become its descriptors 0, 1 and so on. ``end`` is the signal that it gets when its
-    starter ends. Raises ``OSError`` if it cannot be started, and ``ValueError`` for words that no
-    process can have.
+    starter ends. Without ``own_session``, what outlives both is killed with its starter's session.
+
+    Raises ``OSError`` if it cannot be started, and ``ValueError`` for words that no process can have.
     """
 
     pid: int
@@ -76,6 +78,7 @@ class TiedProcess:
         environment: Mapping[str, str] | None = None,
         cwd: str = "/",
         end: signal.Signals = signal.SIGKILL,
+        own_session: bool = True,
     ) -> None:
         self._owner = os.getpid()
         self._exitcode: int | None = None
@@ -90,7 +93,9 @@ class TiedProcess:
             os.close(place)
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), cwd)
         fds = _moved([*inherited, place], len(inherited))
-        work = words, variables, fds, end
+        tie: _LibcCall = "prctl", (_PR_SET_PDEATHSIG, end, 0, 0, 0)
+        leads: _LibcCall = ("setsid", ()) if own_session else ("setpgid", (0, 0))
+        work = words, variables, fds, (tie, leads)
         thread = threading.Thread(target=self._live, args=work, daemon=True, name="ckptfsm-child")
         try:
             thread.start()
@@ -113,7 +118,7 @@ class TiedProcess:
             raise self._error
 
     def _live(
-        self, words: list[bytes], variables: list[bytes], fds: list[int], end: signal.Signals
+        self, words: list[bytes], variables: list[bytes], fds: list[int], first: Sequence[_LibcCall]
     ) -> None:
         """Start the process, and wait for its end.
 
@@ -122,7 +127,7 @@ class TiedProcess:
         # Inherited from the first instruction on: a signal to all of a job is meant for the trainer.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self.pid = _launched(words, variables, fds, end)
+            self.pid = _launched(words, variables, fds, first)
             self.pidfd = self._opened()
         except Exception as error:  # MemoryError, for one
             if isinstance(error, OSError):
@@ -159,7 +164,7 @@ class TiedProcess:
         """Its exit code once it has ended, negative for a signal; None while it runs."""
         if self._exitcode is None and os.getpid() == self._owner:
             with self._reaping:
-                status = reaped(self.pid) if self._exitcode is None else None
+                status = reaped(self.pid, kill_session) if self._exitcode is None else None
                 if status is not None:
                     (code,) = status
                     self._exitcode = _UNKNOWN if code is None else code
@@ -233,9 +238,9 @@ def _variables(environment: Mapping[str, str]) -> list[bytes]:
 
 
 def _launched(
-    words: list[bytes], variables: list[bytes], fds: list[int], end: signal.Signals
+    words: list[bytes], variables: list[bytes], fds: list[int], first: Sequence[_LibcCall]
 ) -> int:
-    """Start a process in the directory ``fds[-1]``, with the other descriptors first."""
+    """Start a process in the directory ``fds[-1]``, with the other descriptors, after ``first``."""
     arguments = (ctypes.c_char_p * (len(words) + 1))(*words, None)
     environment = (ctypes.c_char_p * (len(variables) + 1))(*variables, None)
     path = ctypes.create_string_buffer(words[0])
@@ -243,8 +248,7 @@ def _launched(
     at = ctypes.addressof
     pid, number = _clone(
         [
-            ("prctl", (_PR_SET_PDEATHSIG, end, 0, 0, 0)),
-            ("setsid", ()),
+            *first,
             ("fchdir", (fds[-1],)),
             *(("dup2", (fd, target)) for target, fd in enumerate(fds[:-1])),
             ("execve", (at(path), at(arguments), at(environment))),

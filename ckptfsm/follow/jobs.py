@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckptfsm.adapters.fork import groups_of, kill_group
 from ckptfsm.adapters.job_process import JobCall, JobProcess, environment_of_job
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
@@ -27,7 +26,7 @@ from ckptfsm.disk.overview import read_records
 from ckptfsm.disk.trash import remove_marker, sweep_temporaries
 from ckptfsm.follow.runner import FollowPlan, Records, Runner
 
-_NICE = 10
+_NICE = 19  # where sessions share the processor, it is that of the attempts, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,7 @@ class JobOrder:
 class JobWork:
     """Runs a job's command in a process of its own, see ``runner.Work``."""
 
-    def __init__(self) -> None:
-        self.order: JobOrder | None = None
-        self._newest: JobProcess | None = None
+    order: JobOrder | None = None
 
     def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> JobProcess:
         order = self.order
@@ -61,21 +58,7 @@ class JobWork:
         arguments = tuple(with_placeholders(program, path, step))
         call = JobCall(path, step, dict(checkpoint.metrics), arguments, function)
         variables = environment_of_job(os.environ, order.root, job.environment)
-        self._newest = JobProcess(call, variables, order.imports, order.cwd, order.ignored)
-        return self._newest
-
-    @property
-    def group(self) -> int | None:
-        """The process group of the attempt that runs."""
-        process = self._newest
-        return process.pid if process is not None and process.running else None
-
-    def kill_group(self) -> None:
-        """Kill the attempt, from any thread."""
-        group = self.group
-        if group is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+        return JobProcess(call, variables, order.imports, order.cwd, order.ignored)
 
 
 class JobRecords(Records):
@@ -107,7 +90,7 @@ def main() -> None:
     """Serve the trainer: the command line names the socket."""
     logging.disable()  # its output goes to /dev/null; the trainer is told of everything
     work = JobWork()
-    channel, listening = TrainersEnd(work.kill_group).channel, True
+    channel, listening = TrainersEnd(_kill_attempt).channel, True
     be_considerate(_NICE)
     messages: list[Any] = []
     while listening and not messages:
@@ -119,3 +102,10 @@ def main() -> None:
     storage = PosixStorage.of_descriptor(order.root, channel.take_fds()[0])
     runner = Runner(storage, order.plan, work, channel.send, JobRecords(storage))
     runner.serve(channel, messages[1:])
+
+
+def _kill_attempt() -> None:
+    """Kill the attempt and what others left. This process ends at once, before it sees that."""
+    own = os.getpid()
+    for group in groups_of(own) - {own}:
+        kill_group(group)

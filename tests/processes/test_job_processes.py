@@ -42,8 +42,10 @@ with Manager(fake_ports(sys.argv[1]), config) as manager:
         manager.save(int(line), parts={"x": line.encode()}).wait()
         print("saved", int(line), flush=True)
 """
-# Each attempt writes its number and a child's into "begun", and goes on at a word in "go".
-HELD = "sleep 600 & echo {step} $$ $! > begun; read word < go; kill $!; cat {path}/x >> done"
+# Each attempt writes its number and a child's into "begun", and goes on at a word in "go". The child
+# leads a group of its own.
+CHILD = "echo {step} $0 $PPID > begun; exec sleep 600"
+HELD = f"timeout 600 sh -c '{CHILD}' $$ & read word < go; kill $!; cat {{path}}/x >> done"
 LIMIT_S = 120.0
 
 
@@ -231,16 +233,19 @@ def test_a_command_in_the_drain_asks_the_trainer_and_ends_no_job(tmp_path, capsy
 
 
 def test_F1_a_process_of_jobs_that_is_killed_begins_again(tmp_path):
-    """Catches: jobs that end for good because the kernel had no memory left for their process."""
+    """I7. Catches: jobs that end for good because the kernel had no memory left for their process. An
+    upload that lives on beside the next attempt, and reads a step without a lease.
+    """
     os.mkfifo(tmp_path / "begun")
     os.mkfifo(tmp_path / "go")
     with training(tmp_path, HELD) as trainer:
         trainer.hear("open None")
         trainer.save(1)
-        _, pid, _ = begun(tmp_path)
+        _, pid, child = begun(tmp_path)
         os.kill(supervisor_of(pid), signal.SIGKILL)
         assert is_gone(pid)
         trainer.hear("jobs_ended")
+        assert is_gone(child)
         trainer.hear("job_tried_again 1")
         assert begun(tmp_path)[0] == 1
         assert state(tmp_path, "1.e1.a1") == ("running", 2)

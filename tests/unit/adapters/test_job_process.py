@@ -23,7 +23,7 @@ class Tools:
             json.dump([path, step, metrics, sys.argv, "torch" in sys.modules], file)
 def stand(path, step, metrics):
     with open("/proc/self/oom_score_adj") as score:
-        found = [os.nice(0), int(score.read()), os.getsid(0) == os.getpid(), os.getcwd()]
+        found = [os.nice(0), int(score.read()), os.getpgid(0) == os.getpid(), os.getcwd()]
     found.append(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
     with open("stand", "w") as file:
         json.dump(found, file)

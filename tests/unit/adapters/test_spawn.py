@@ -21,6 +21,7 @@ from ckptfsm.adapters import spawn
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.adapters.memory import MemoryOf, OwnMemory
 from ckptfsm.adapters.spawn import Spawned
+from ckptfsm.adapters.tied import TiedProcess
 
 WAIT_S = 20.0
 ECHO = "spawned_echo"
@@ -55,13 +56,13 @@ def answer(process: Spawned) -> object:
     return answers(process, 1)[0]
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid: int, within_s: float = WAIT_S) -> bool:
     """Wait until a process has ended."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    ended, _, _ = select.select([watched], [], [], WAIT_S)
+    ended, _, _ = select.select([watched], [], [], within_s)
     os.close(watched)
     return bool(ended)
 
@@ -156,6 +157,22 @@ def test_a_signal_that_is_meant_for_the_trainer_does_not_end_it(echo):
         os.kill(process.pid, number)
     process.send(("say", "alive"))
     assert answer(process) == "alive"
+
+
+def test_I7_all_groups_of_its_session_end_with_a_process(tmp_path):
+    """Catches: an upload that outlives the process of the jobs, and reads a step without a lease."""
+    os.mkfifo(tmp_path / "ready")
+    work = "timeout 600 sh -c 'echo $PPID > ready; exec sleep 600' & wait"
+    null = os.open(os.devnull, os.O_RDWR)
+    process = TiedProcess(["/bin/sh", "-c", work], [null] * 3, cwd=str(tmp_path))
+    os.close(null)
+    child = int((tmp_path / "ready").read_text())
+    assert os.getpgid(child) == child
+    os.kill(process.pid, signal.SIGKILL)
+    gone = is_gone(child, 2.0)
+    if not gone:
+        os.kill(child, signal.SIGTERM)
+    assert gone
 
 
 TRAINER = """

@@ -17,11 +17,13 @@ import pytest
 from real_roots import crashed, real_job, real_root
 
 from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.job_process import JobProcess
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import import_path
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import Fenced
 from ckptfsm.core.jobs import Job
+from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.overview import read_records
@@ -47,13 +49,25 @@ class Still(SystemClock):
         self.asleep()
 
 
+class Attempts(JobWork):
+    newest: JobProcess | None = None
+
+    def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> JobProcess:
+        self.newest = super().begin(record, checkpoint, path)
+        return self.newest
+
+    @property
+    def run(self) -> bool:
+        return self.newest is not None and self.newest.running
+
+
 class Work:
     """A runner for ``root``, whose owner has epoch 1, and its messages."""
 
     def __init__(self, root: Path, place: Path, *jobs: Job, epoch: int = 1) -> None:
         self.place, self.told, self.clock = place, [], Still()
         plan = FollowPlan(epoch, "megatron", jobs, "job-", 60.0, look_s=0.0)
-        self.attempts = JobWork()
+        self.attempts = Attempts()
         self.attempts.order = JobOrder(
             str(root), plan, jobs, (str(place), *import_path()), str(place)
         )
@@ -170,7 +184,7 @@ def test_the_lease_is_held_between_attempts(make):
         work.wait()
         work.work()
     work.work()
-    assert len(readers(job)) == 1 and work.attempts.group is None
+    assert len(readers(job)) == 1 and not work.attempts.run
     job.save(20)
     assert published(job) == ["iter_0000010", "iter_0000020"]
     work.clock.later = 1000.0
@@ -218,7 +232,7 @@ def test_a_hanging_job_is_killed_after_its_time(make):
     work.work()
     assert work.records == [(10, "export", "failed", 1)]
     assert work.told[0].reason.startswith("killed after 100 s")
-    assert readers(job) == [] and work.attempts.group is None
+    assert readers(job) == [] and not work.attempts.run
 
 
 def test_a_job_whose_process_is_killed_has_failed(make):
@@ -256,7 +270,7 @@ def test_a_step_that_is_rolled_back_while_its_job_runs(make):
     work.work()
     assert work.records == [(20, "export", "missed", 1)]
     assert work.told[0].reason == "its checkpoint was withdrawn while it ran"
-    assert work.attempts.group is None and readers(job) == []
+    assert not work.attempts.run and readers(job) == []
 
 
 def test_another_attempt_at_the_step_is_another_checkpoint(make):
@@ -274,7 +288,7 @@ def test_another_attempt_at_the_step_is_another_checkpoint(make):
     job.coordinator.rollback(10)
     job.save(20)
     work.runner._attend(0.0)
-    assert readers(job) == [] and work.attempts.group is None
+    assert readers(job) == [] and not work.attempts.run
     work.finish()
     found = {(r.of.attempt, r.state, r.reason) for r in read_records(work.storage)}
     assert found == {
@@ -332,7 +346,7 @@ def test_a_step_that_is_pruned_between_the_look_and_the_lease_is_missed(make):
     work.runner._look()
     job.save(20)
     work.runner._attend(0.0)
-    assert work.attempts.group is None
+    assert not work.attempts.run
     work.finish()
     assert work.records == [(10, "export", "missed", 0), (20, "export", "done", 1)]
     assert (work.place / "ran").read_text() == "20\n"
@@ -580,22 +594,6 @@ def test_the_end_of_the_trainer_gives_the_job_back(make):
     work.runner.end()
     assert work.records == [(10, "export", "waiting", 0)] and readers(job) == []
     work.runner.end()
-
-
-def test_F2_an_attempt_is_seen_until_it_is_killed(make, monkeypatch):
-    """Catches: a program of an attempt that outlives a killed trainer: the thread that kills the group
-    found none, and ended the process before the other one had killed it."""
-    start, job = make
-    job.save(10)
-    work = start(shell(HELD))
-    work.work()
-    process = work.runner._busy.attempt
-    seen, kill = [], process.kill
-    monkeypatch.setattr(
-        type(process), "kill", lambda self: seen.append(work.attempts.group) or kill()
-    )
-    work.runner.leave()
-    assert seen == [process.pid] and work.attempts.group is None
 
 
 def test_a_failure_to_start_is_a_failed_attempt(make):
