@@ -69,7 +69,10 @@ def adopt(
             layout = look(storage).layout
     given = directory if directory.is_absolute() or directory.exists() else at / directory
     if not given.exists():
-        raise ConfigError(f"there is no directory {directory}", file=str(given), reason="missing")
+        said, left = f"there is no directory {directory}", f"adopt-{given.name}"
+        if (at / left).is_dir():
+            said += f": an adopt that was cut short left it at {left}, adopt that with --step"
+        raise ConfigError(said, file=str(given), reason="missing")
     found = step if step is not None else layout.parse_published(given.name)
     if found is None:
         raise ConfigError(f"{given.name} names no step: give --step", file=str(given))

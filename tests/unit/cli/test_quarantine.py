@@ -325,6 +325,16 @@ def test_adopt_of_a_directory_that_is_not_there_says_so(root, tmp_path, capsys):
     assert not (tmp_path / "missing").exists()
 
 
+def test_F2_adopt_that_was_killed_is_made_again(tmp_path, capsys):
+    """Catches: "there is no directory", from a command that has moved it before it was killed."""
+    root, given = real_root(tmp_path / "root", 10), tmp_path / "iter_0000040"
+    stock(root / "adopt-iter_0000040")
+    status, _, err = ran(capsys, "adopt", given, "-r", root)
+    assert status == 2 and "left it at adopt-iter_0000040" in err
+    said(capsys, "adopt", "adopt-iter_0000040", "--step", "40", "-r", root)
+    assert latest(capsys, root) == "A start would resume from step 40."
+
+
 def test_adopt_refuses_what_no_loader_takes(tmp_path, capsys):
     root = real_root(tmp_path / "root", 10)
     (root / "iter_0000040").mkdir()
