@@ -26,6 +26,7 @@ JOURNAL = f"{PRIVATE}/journal"
 STAGING = f"{PRIVATE}/staging"
 PINS = f"{PRIVATE}/pins"
 READERS = f"{PRIVATE}/readers"
+OWN = "@"  # begins the nonce of a lease of this library's own processes, and of no other
 INBOX = f"{PRIVATE}/inbox"  # operator requests to the owner; made with the first one
 ANSWERS = f"{PRIVATE}/answers"
 JOBS = f"{PRIVATE}/jobs"  # states of the jobs of on_tracked; made with the first one

@@ -20,9 +20,9 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import Pin, encode
-from ckptfsm.core.errors import DamagedRoot, StepNotFoundError, describe
+from ckptfsm.core.errors import ConfigError, DamagedRoot, StepNotFoundError, describe
 from ckptfsm.core.evidence import is_whole, why_not_whole
-from ckptfsm.core.layout import LAYOUTS, READERS, LayoutName, parse_reader
+from ckptfsm.core.layout import LAYOUTS, OWN, READERS, LayoutName, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, is_refused, list_names, lookup, put, storage_error
@@ -44,16 +44,18 @@ class ReaderLease:
     - ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read.
     - ``attempt``: the lease is on this attempt at the step, and on no other; "" takes any.
     - ``nonce`` names the lease and is used once; by default it has the pid and a random number.
+    - ``kept_by``: the process of this library whose lease it is. Its next start removes the lease.
     - ``visibility_timeout_s``: how long a step that the journal has in use is waited for, by ``clock``,
       where this host does not show it yet.
 
     ``renew`` it at least every ``reader_timeout_s`` of the job's configuration. Works without torch;
     needs write access to the root's ``.ckptfsm/readers``.
 
-    Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing, and
-    ``NotPermitted`` if this user may not write the lease. Raises ``DamagedRoot`` if the directory is not
-    the checkpoint that the journal has in use, say another run's of the same step, or if the journal is
-    damaged. Raises ``OSError`` if the disk fails: then try again.
+    Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing or the
+    nonce is reserved, and ``NotPermitted`` if this user may not write the lease. Raises
+    ``DamagedRoot`` if the directory is not the checkpoint that the journal has in use, say another
+    run's of the same step, or if the journal is damaged. Raises ``OSError`` if the disk fails: then
+    try again.
     """
 
     def __init__(
@@ -65,9 +67,12 @@ class ReaderLease:
         storage: Storage | None = None,
         attempt: str = "",
         nonce: str | None = None,
+        kept_by: str = "",
         visibility_timeout_s: float = VISIBILITY_S,
         clock: Clock | None = None,
     ) -> None:
+        if nonce is not None and nonce.startswith(OWN):
+            raise ConfigError(f"nonce {nonce!r} is reserved: begin it with anything but {OWN!r}")
         self._owned = storage is None
         try:
             self._storage = storage or PosixStorage(root, create=False)
@@ -75,7 +80,7 @@ class ReaderLease:
             raise storage_error(error, "lease", os.fspath(root)) from error
         self.step = step
         self.attempt = attempt
-        self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._nonce = nonce or f"{kept_by}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
         self._layout = LAYOUTS[layout]

@@ -10,9 +10,7 @@ the first attempt until the last one's record is durable.
 
 from __future__ import annotations
 
-import os
 import select
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,7 +33,15 @@ from ckptfsm.core.jobs import (
     pause_s,
     settle,
 )
-from ckptfsm.core.layout import EPOCHS, LAYOUTS, READERS, LayoutName, parse_attempt, parse_reader
+from ckptfsm.core.layout import (
+    EPOCHS,
+    LAYOUTS,
+    OWN,
+    READERS,
+    LayoutName,
+    parse_attempt,
+    parse_reader,
+)
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
@@ -154,8 +160,6 @@ class Runner(Follower):
         self._tell = tell
         self._store = records or Records()
         self._tasks = {task.name: task for task in plan.tasks}
-        self._nonce = f"{plan.leases}{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._leases = 0
         self._begun = False
         self.records: dict[Key, JobRecord] = {}
         self._checkpoints: Mapping[AttemptId, Checkpoint] = {}
@@ -287,7 +291,8 @@ class Runner(Follower):
         """Take over the records of an earlier run, and remove the leases that it left."""
         records = {key_of(each): each for each in self._store.begin()}
         for name in list_names(self._storage, READERS):
-            if parse_reader(name) is not None and f".{self._plan.leases}" in name:
+            nonce = name.partition(".")[2]  # a caller's may be any that does not begin with OWN
+            if parse_reader(name) is not None and nonce.startswith(f"{OWN}{self._plan.leases}"):
                 remove_marker(self._storage, f"{READERS}/{name}")
         self.records = records
         for changed in begin_again(self._plan.tasks, records.values()):
@@ -354,14 +359,13 @@ class Runner(Follower):
         return [each for each in found if each is not None and each.state is State.TRACKED]
 
     def lease_on(self, storage: Storage, checkpoint: Checkpoint, late_s: float) -> ReaderLease:
-        self._leases += 1
         return ReaderLease(
             storage.root,
             checkpoint.step,
             layout=self._plan.layout,
             storage=storage,
             attempt=str(checkpoint.id),
-            nonce=f"{self._nonce}-{self._leases}",
+            kept_by=f"{OWN}{self._plan.leases}",
             visibility_timeout_s=late_s,
             clock=self._clock,
         )

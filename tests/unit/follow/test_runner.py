@@ -21,12 +21,13 @@ from ckptfsm.adapters.job_process import JobProcess
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import import_path
 from ckptfsm.core.documents import JobRecord, JobState
-from ckptfsm.core.errors import Fenced
+from ckptfsm.core.errors import ConfigError, Fenced
 from ckptfsm.core.jobs import Job
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.overview import read_records
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.follow import follower, runner
 from ckptfsm.follow.jobs import JobOrder, JobRecords, JobWork
 from ckptfsm.follow.runner import FollowPlan, Runner, Trouble
@@ -156,12 +157,31 @@ def test_a_job_runs_under_a_lease_and_is_done(make):
     job.save(10)
     work.finish()
     assert work.records == [(10, "export", "done", 1)] and work.words == ["10 export done"]
-    assert (work.place / "leases").read_text().startswith("10.job-")
+    assert (work.place / "leases").read_text().startswith("10.@job-")
     assert "__0_0.distcp" in (work.place / "files").read_text()
     assert (work.place / "step").read_text() == "10\n"
     assert readers(job) == []
     work.work()
     assert work.words == ["10 export done"], "once"
+
+
+@pytest.mark.parametrize("nonce", ["job-4711", "upload-1", "x.job-1", "job-", "a.@job-1-2"])
+def test_I7_a_readers_lease_is_not_a_jobs_whatever_its_nonce(make, nonce: str):
+    """Catches: an evaluator named after its batch job, whose step a start of the jobs gives up."""
+    start, job = make
+    job.save(10)
+    with ReaderLease(job.storage.root, 10, nonce=nonce):
+        start(shell("true")).finish()
+        job.save(20)
+        assert published(job) == ["iter_0000010", "iter_0000020"]
+        assert readers(job) == [f"10.{nonce}.json"]
+
+
+def test_a_nonce_that_only_the_librarys_own_leases_have_is_refused(make):
+    """Catches: a lease that the next start removes as its own."""
+    _, job = make
+    with pytest.raises(ConfigError, match="begin it with anything but '@'"):
+        ReaderLease(job.storage.root, 10, nonce="@job-1")
 
 
 def test_a_job_that_fails_twice_then_works(make):
