@@ -83,6 +83,7 @@ class ReaderLease:
         self._nonce = nonce or f"{kept_by}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
+        self._process = 0  # the one that entered the block
         self._layout = LAYOUTS[layout]
         self._name = self._layout.published_name(step)
         self._late_s = visibility_timeout_s
@@ -90,6 +91,7 @@ class ReaderLease:
         self.path = f"{self._storage.root}/{self._name}"
 
     def __enter__(self) -> ReaderLease:
+        self._process = os.getpid()
         try:
             self._mark()
             self._await_directory()
@@ -174,7 +176,8 @@ class ReaderLease:
 
     def __exit__(self, *error: object) -> None:
         try:
-            remove_marker(self._storage, self._file)
+            if os.getpid() == self._process:  # in a forked child the lease is its parent's
+                remove_marker(self._storage, self._file)
         finally:
             if self._owned:
                 self._storage.close_root()

@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,42 @@ def test_the_lease_is_held_while_the_body_runs(tmp_path: Path):
     given.close()
     assert leases(tmp_path) == []
     job.close()
+
+
+@pytest.mark.parametrize("kind", ["lease", "loop"])
+def test_I7_a_forked_child_that_leaves_the_block_leaves_the_lease(
+    kind: str, job: FakeJob, tmp_path: Path
+):
+    """Catches: a helper of the evaluator that ends by ``sys.exit``, and takes the step from it."""
+    with ExitStack() as block:
+        given = checkpoints(tmp_path, clock=Turns())
+        if kind == "loop":
+            next(block.enter_context(closing(given)))
+        else:
+            block.enter_context(ReaderLease(tmp_path, 10))
+        before = leases(tmp_path)
+        if (child := os.fork()) == 0:
+            try:
+                block.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert leases(tmp_path) == before != []
+    assert leases(tmp_path) == []
+
+
+def test_a_forked_child_ends_the_lease_that_it_began_itself(job: FakeJob, tmp_path: Path):
+    """Catches: a lease that was made in the parent, entered in the child, and stays until it expires."""
+    lease = ReaderLease(tmp_path, 10)
+    if (child := os.fork()) == 0:
+        try:
+            with lease:
+                held = leases(tmp_path) != []
+        finally:
+            os._exit(0 if held else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert leases(tmp_path) == []
 
 
 def test_a_body_that_raises_ends_the_lease(job: FakeJob, tmp_path: Path):
