@@ -20,13 +20,19 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import Pin, encode
-from ckptfsm.core.errors import ConfigError, DamagedRoot, StepNotFoundError, describe
+from ckptfsm.core.errors import (
+    ConfigError,
+    DamagedRoot,
+    NewerSchema,
+    StepNotFoundError,
+    describe,
+)
 from ckptfsm.core.evidence import is_whole, why_not_whole
 from ckptfsm.core.layout import LAYOUTS, OWN, READERS, LayoutName, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, is_refused, list_names, lookup, put, storage_error
-from ckptfsm.disk.inspection import inspect_published
+from ckptfsm.disk.inspection import inspect_published, read_commit
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.trash import remove_marker
 from ckptfsm.disk.visibility import VISIBILITY_S
@@ -84,6 +90,7 @@ class ReaderLease:
         self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
         self._process = 0  # the one that entered the block
+        self._manifest: str | None = None  # its checksum then, "" for none; None: not compared
         self._layout = LAYOUTS[layout]
         self._name = self._layout.published_name(step)
         self._late_s = visibility_timeout_s
@@ -104,12 +111,14 @@ class ReaderLease:
     def renew(self) -> None:
         """Show the job that the reader still lives.
 
-        Raises ``StepNotFoundError`` if the step is gone. Raises ``StorageError`` if ``path`` now
-        leads to another root than the opened one, which holds the lease.
+        Raises ``StepNotFoundError`` if the step is gone, or was saved again. Raises ``StorageError`` if
+        ``path`` now leads to another root than the opened one, which holds the lease.
         """
         self._mark()
         if not self._is_there():
             raise self._gone()
+        if not self._is_same():
+            raise self._gone(" with the manifest that it had")
         self.path = self._storage.absolute(self._name)
 
     def metrics(self) -> dict[str, float]:
@@ -131,8 +140,18 @@ class ReaderLease:
         found = lookup(self._storage, self._name)
         return found is not None and found.kind == "dir"
 
-    def _gone(self) -> StepNotFoundError:
-        said = f"step {self.step} is not at {self.path}"
+    def _is_same(self) -> bool:
+        """False if another attempt stands at the name. A damaged one is for the job to withdraw."""
+        if self._manifest is None:
+            return True
+        try:
+            commit = read_commit(self._storage, self._name)
+        except DamagedRoot as error:
+            return not isinstance(error, NewerSchema)
+        return self._manifest == (commit.crc if commit is not None else "")
+
+    def _gone(self, how: str = "") -> StepNotFoundError:
+        said = f"step {self.step} is not at {self.path}{how}"
         return StepNotFoundError(said, step=self.step, file=self.path)
 
     def _await_directory(self) -> None:
@@ -159,6 +178,7 @@ class ReaderLease:
             elif there == earlier:  # else the step was saved again between the two looks
                 why = why_not_whole(known[-1], there)
                 raise DamagedRoot(f"step {self.step}: {why}", step=self.step, file=self.path)
+        self._manifest = there.manifest_crc if known else None
         # A prune that began may have looked for leases before this one was there.
         if self.attempt and not any(c.state is not State.PRUNABLE for c in known):
             raise self._gone()

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from real_roots import crashed, real_job, real_root
+from strangers import newer_files
 
-from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded
+from ckptfsm.core.errors import ConfigError, DamagedRoot, DeadlineExceeded, StepNotFoundError
 from ckptfsm.core.layout import TRACKER, VERL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
@@ -327,6 +328,45 @@ def test_a_step_that_is_saved_again_while_it_is_leased_is_this_runs(
     with ReaderLease(tmp_path, 30) as lease:
         assert lease.step == 30
     assert job.coordinator.ledger.at(30) != first
+
+
+@pytest.mark.parametrize("attempt", ["", "30.e1.a3"])
+def test_I7_a_lease_is_not_renewed_on_a_later_attempt_at_its_step(
+    job: FakeJob, tmp_path: Path, attempt: str
+):
+    """Catches: an evaluation of mixed weights, as the step was rolled back and saved again under it."""
+    with ReaderLease(tmp_path, 30, attempt=attempt) as lease:
+        lease.renew()
+        job.coordinator.rollback(20)
+        job.save(30)
+        with pytest.raises(
+            StepNotFoundError, match="step 30 is not at .* the manifest that it had"
+        ):
+            lease.renew()
+
+
+def test_I7_a_lease_on_an_adopted_step_is_not_renewed_on_a_save_of_it(tmp_path: Path):
+    """Catches: a checkpoint without a manifest, for which anything at its name is taken."""
+    for step in (10, 20):
+        (tmp_path / f"iter_00000{step}").mkdir()
+        for name, data in newer_files().items():
+            (tmp_path / f"iter_00000{step}" / name).write_bytes(data)
+    (tmp_path / TRACKER).write_text("20\n")
+    job = real_job(tmp_path)
+    with ReaderLease(tmp_path, 20) as lease:
+        lease.renew()
+        job.coordinator.rollback(10)
+        job.save(20)
+        with pytest.raises(StepNotFoundError, match="the manifest that it had"):
+            lease.renew()
+    job.close()
+
+
+def test_a_damaged_manifest_does_not_end_a_lease(job: FakeJob, tmp_path: Path):
+    """Catches: a step that is pruned under its reader for a read that failed."""
+    with ReaderLease(tmp_path, 30) as lease:
+        (tmp_path / "iter_0000030/.ckptfsm/manifest.json").write_bytes(b"{")
+        lease.renew()
 
 
 def test_I7_a_step_that_goes_while_its_lease_is_made_is_passed_over(
