@@ -263,7 +263,7 @@ def open_root(
         lock = storage.try_lock(LOCK)
     try:
         epoch = newest_epoch(storage)
-        holder = _known_holder(storage, epoch)
+        holder = known_holder(storage, epoch)
         if not takeover and (lock is None or holder_lives(storage, holder, identity)):
             raise _busy(storage.root, holder, identity)
         taken, temporary = _link_epoch(storage, identity, max(epoch, above))
@@ -283,7 +283,7 @@ def open_root(
     return ownership
 
 
-def _known_holder(storage: Storage, epoch: int) -> Holder | None:
+def known_holder(storage: Storage, epoch: int) -> Holder | None:
     """The holder of ``epoch``, or None if its file is damaged. Raises ``NewerSchema``."""
     try:
         return read_holder(storage, epoch)
@@ -344,7 +344,7 @@ def is_elsewhere(holder: Holder, identity: Identity) -> bool:
 
 def is_owned_here(storage: Storage, identity: Identity) -> bool:
     """True if this process took the newest epoch."""
-    holder = _known_holder(storage, newest_epoch(storage))
+    holder = known_holder(storage, newest_epoch(storage))
     return holder is not None and _is_here(holder, identity)
 
 
@@ -387,7 +387,7 @@ def _link_this_epoch(storage: Storage, identity: Identity, epoch: int) -> str | 
         raise
     except OSError as error:
         # The link may exist all the same (F8): NFS even reports EEXIST when it repeats our request.
-        holder = _known_holder(storage, epoch)
+        holder = known_holder(storage, epoch)
         if holder is None or holder.nonce != identity.nonce:
             if not isinstance(error, FileExistsError):
                 raise

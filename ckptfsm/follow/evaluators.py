@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from ckptfsm.adapters.clock import SystemClock
@@ -27,6 +27,7 @@ from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.journal import History
+from ckptfsm.disk.ownership import known_holder, newest_epoch
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.follow.follower import Follower
 
@@ -139,6 +140,8 @@ class _Evaluator(Follower):
         self._interval_s = poll_interval_s
         self._newest_only = newest_only
         self._known: set[AttemptId] = set()
+        self._seen: Mapping[AttemptId, Checkpoint] = {}
+        self._owner: str | None = None
         self._offered: list[Checkpoint] = []
         self._named: int | None = None
         self._epoch = self._after.epoch if isinstance(self._after, AttemptId) else 0
@@ -165,11 +168,18 @@ class _Evaluator(Follower):
             self._know(lease.attempt)
         return lease
 
+    def look(self, storage: Storage) -> int | None:
+        holder = known_holder(storage, newest_epoch(storage))
+        owner = holder.nonce if holder is not None else None
+        if owner != self._owner:  # its tracker may name the same step in another root
+            self._owner, self._settled = owner, None
+        return super().look(storage)
+
     def apply_history(self, history: History, named: int | None) -> bool:
         ledger = history.ledger
-        if history.newest_epoch < self._epoch:  # another root stands at this path
-            self._known, self._after = set(), None
-        self._epoch, self._named = history.newest_epoch, named
+        if history.newest_epoch < self._epoch or _differ(self._seen, ledger.checkpoints):
+            self._known, self._after = set(), None  # another root stands at this path
+        self._epoch, self._named, self._seen = history.newest_epoch, named, ledger.checkpoints
         self._known.intersection_update(ledger.checkpoints)
         self._pass_over_earlier(ledger)
         there = _up_to(ledger, named)
@@ -245,6 +255,12 @@ def _mark(after: int | str | None) -> int | AttemptId | None:
 def _turn(of: AttemptId) -> tuple[int, int]:
     """The place of an attempt in the order of requests."""
     return of.epoch, of.attempt
+
+
+def _differ(before: Mapping[AttemptId, Checkpoint], now: Mapping[AttemptId, Checkpoint]) -> bool:
+    """True if an attempt has another manifest: each run numbers its attempts from one."""
+    both = ((before[of], now[of]) for of in before.keys() & now.keys())
+    return any(a.manifest_crc and a.manifest_crc != b.manifest_crc for a, b in both)
 
 
 def _up_to(ledger: Ledger, named: int | None) -> list[Checkpoint]:

@@ -429,6 +429,61 @@ def test_another_root_at_the_same_path_begins_anew(tmp_path: Path):
     jobs[0].close()
 
 
+@pytest.mark.parametrize("newest_only", [False, True])
+@pytest.mark.parametrize("starts", [1, 3])
+@pytest.mark.parametrize("together", [True, False])
+def test_another_run_with_the_same_schedule_begins_anew(
+    tmp_path: Path, together: bool, starts: int, newest_only: bool
+):
+    """Catches: a run that was begun again, whose attempts have the names and tracker of the first."""
+    root, jobs = tmp_path / "root", [real_job(tmp_path / "root")]
+    for step in (10, 20):
+        jobs[0].save(step)
+
+    def begin_again() -> None:
+        crashed(jobs.pop())
+        shutil.rmtree(root)
+        for start in range(starts):
+            jobs.append(real_job(root))
+            if start == 0:
+                jobs[-1].save(10)
+            if start == 0 and together:
+                jobs[-1].save(20)
+            if start < starts - 1:
+                crashed(jobs.pop())
+
+    coming = [begin_again, lambda: together or jobs[0].save(20), lambda: None]
+    first = [20] if newest_only else [10, 20]
+    second = [20] if newest_only and together else [10, 20]
+    assert seen(root, *coming, newest_only=newest_only) == [*first, *second]
+    jobs[0].close()
+
+
+def test_another_run_is_seen_while_it_saves(tmp_path: Path):
+    """Catches: a save in flight that is taken for the first run's, as it has no manifest yet."""
+    root, begun = tmp_path / "root", []
+    jobs = [real_job(root, retention=LatestN(1))]
+    for step in (10, 20, 30):
+        jobs[0].save(step)
+
+    def begin_again() -> None:
+        crashed(jobs.pop())
+        shutil.rmtree(root)
+        jobs.append(real_job(root))
+        for step in (10, 20):
+            jobs[0].save(step)
+        begun.append(jobs[0].request(30))
+
+    def go_on() -> None:
+        (of,) = begun
+        jobs[0].fork(of)
+        for rank in range(jobs[0].ranks):
+            jobs[0].write(of, rank)
+
+    assert seen(root, begin_again, go_on, lambda: None) == [30, 10, 20, 30]
+    jobs[0].close()
+
+
 def test_a_root_of_verl(tmp_path: Path):
     """Catches: names of Megatron in the root of another trainer."""
     job = real_job(tmp_path, layout=VERL)
