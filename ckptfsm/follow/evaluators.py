@@ -69,8 +69,8 @@ def checkpoints(
 ) -> Iterator[ReaderLease]:
     """Give each checkpoint as it comes, oldest first, under a lease that is held while the body runs.
 
-    ``after``: a step, or the ``attempt`` of an earlier lease. With a step, those up to it are passed
-    over. With an attempt, those that were requested up to it, which is exact also after a rollback.
+    ``after``: a step, or the ``attempt`` of an earlier lease. With a step, those up to it never come.
+    With an attempt, those that were requested up to it, which is exact also after a rollback.
     By default, the checkpoints that are there come first.
 
     ``newest_only`` passes over all but the newest. The iterator ends after ``timeout_s`` without a new
@@ -136,7 +136,9 @@ class _Evaluator(Follower):
             raise ConfigError(f"poll_interval_s needs seconds, not {poll_interval_s!r}")
         super().__init__(clock or SystemClock())
         self._root = os.fspath(root)
-        self._after = _mark(after)
+        mark = _mark(after)
+        self._floor = mark if isinstance(mark, int) else -1  # no step up to it is given
+        self._after = mark if isinstance(mark, AttemptId) else None
         self._interval_s = poll_interval_s
         self._newest_only = newest_only
         self._known: set[AttemptId] = set()
@@ -144,7 +146,7 @@ class _Evaluator(Follower):
         self._owner: str | None = None
         self._offered: list[Checkpoint] = []
         self._named: int | None = None
-        self._epoch = self._after.epoch if isinstance(self._after, AttemptId) else 0
+        self._epoch = self._after.epoch if self._after is not None else 0
 
     def wait(self, timeout_s: float | None) -> ReaderLease | None:
         """A lease on the next checkpoint, or None after ``timeout_s`` without a new one."""
@@ -178,7 +180,8 @@ class _Evaluator(Follower):
     def apply_history(self, history: History, named: int | None) -> bool:
         ledger = history.ledger
         if history.newest_epoch < self._epoch or _differ(self._seen, ledger.checkpoints):
-            self._known, self._after = set(), None  # another root stands at this path
+            # Another root stands at this path: what the caller has seen was of the one before.
+            self._known, self._after, self._floor = set(), None, -1
         self._epoch, self._named, self._seen = history.newest_epoch, named, ledger.checkpoints
         self._known.intersection_update(ledger.checkpoints)
         self._pass_over_earlier(ledger)
@@ -211,18 +214,9 @@ class _Evaluator(Follower):
         say(log.warning, "checkpoint_passed_over", said, step=checkpoint.step)
         self._know(str(checkpoint.id))
 
-    @property
-    def _floor(self) -> int:
-        return self._after if isinstance(self._after, int) else -1
-
     def _pass_over_earlier(self, ledger: Ledger) -> None:
         """Once the journal tells the attempt that ``after`` means, know it and the earlier ones."""
         last = self._after
-        if isinstance(last, int):
-            same = [c for c in ledger.checkpoints.values() if c.step == last]
-            used = [c.id for c in same if c.state in _USED]
-            left = [c.id for c in same if c.state is State.QUARANTINED]
-            last = max(used or left, key=_turn, default=None)
         if last is None or not ledger.checkpoints:
             return
         there = ledger.checkpoints.get(last)
@@ -237,9 +231,8 @@ class _Evaluator(Follower):
         of = parse_attempt(attempt)
         assert of is not None and self._history is not None
         self._known.add(of)
-        if self._newest_only or self._after is not None:
+        if self._newest_only:
             self._known |= {o for o in self._history.ledger.checkpoints if o.step <= of.step}
-            self._after = None
 
 
 def _mark(after: int | str | None) -> int | AttemptId | None:

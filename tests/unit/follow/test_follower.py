@@ -207,7 +207,7 @@ def test_steps_that_come_again_after_a_rollback_are_new(job: FakeJob, tmp_path: 
 
 def test_a_rollback_while_the_reader_is_busy(job: FakeJob, tmp_path: Path):
     """Catches: steps that came again meanwhile, taken for those that were seen."""
-    given, found = checkpoints(tmp_path, 20, timeout_s=1.0, clock=Turns()), []
+    given, found = checkpoints(tmp_path, "20.e1.a2", timeout_s=1.0, clock=Turns()), []
     for lease in given:
         found.append(lease.attempt)
         if found == ["30.e1.a3"]:
@@ -221,7 +221,7 @@ def test_a_tracker_that_names_the_same_step_again(job: FakeJob, tmp_path: Path):
     """Catches: a busy reader that takes an old step in the tracker for no news."""
     turns = Turns(lambda: None, lambda: job.save(40))
     found = []
-    for lease in checkpoints(tmp_path, 30, timeout_s=20.0, clock=turns):
+    for lease in checkpoints(tmp_path, "30.e1.a3", timeout_s=20.0, clock=turns):
         found.append(lease.step)
         if lease.step == 40:
             job.coordinator.rollback(10)
@@ -229,12 +229,23 @@ def test_a_tracker_that_names_the_same_step_again(job: FakeJob, tmp_path: Path):
     assert found == [40, 30]
 
 
-@pytest.mark.parametrize("after", [30, "30.e1.a3"])
-def test_a_reader_that_restarts_after_a_rollback(job: FakeJob, tmp_path: Path, after):
-    """Catches: a reader that passes over the steps below the last one it saw."""
+@pytest.mark.parametrize(("after", "found"), [(30, [35]), ("30.e1.a3", [20, 25, 30, 35])])
+def test_a_reader_that_restarts_after_a_rollback(job: FakeJob, tmp_path: Path, after, found):
+    """Catches: a reader that passes over the steps below the attempt that it saw last."""
     job.coordinator.rollback(10)
     job.save(20)
-    assert seen(tmp_path, lambda: job.save(25), after=after) == [20, 25]
+    coming = [lambda: job.save(25), lambda: job.save(30), lambda: job.save(35)]
+    assert seen(tmp_path, *coming, after=after) == found
+
+
+@pytest.mark.parametrize("newest_only", [False, True])
+@pytest.mark.parametrize("after", [20, 25])
+def test_steps_up_to_after_never_come(job: FakeJob, tmp_path: Path, after: int, newest_only: bool):
+    """Catches: steps that the caller has left out, given once the job went back below them."""
+    coming = [lambda: job.coordinator.rollback(10), lambda: None]
+    coming += [lambda step=step: job.save(step) for step in (15, 20, 25, 30, 20 + after)]
+    found = [30, *(step for step in (25, 30, 20 + after) if step > after)]
+    assert seen(tmp_path, *coming, after=after, newest_only=newest_only) == found
 
 
 def test_a_reader_that_restarts_after_a_rollback_and_a_restart(job: FakeJob, tmp_path: Path):
@@ -480,7 +491,7 @@ def test_another_run_is_seen_while_it_saves(tmp_path: Path):
         for rank in range(jobs[0].ranks):
             jobs[0].write(of, rank)
 
-    assert seen(root, begin_again, go_on, lambda: None) == [30, 10, 20, 30]
+    assert seen(root, begin_again, go_on, lambda: None, after=20) == [30, 10, 20, 30]
     jobs[0].close()
 
 
