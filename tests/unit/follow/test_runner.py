@@ -347,7 +347,7 @@ def test_no_attempt_begins_or_is_done_while_another_root_is_there(make, tmp_path
     assert work.words == ["20 export waiting"] and "not the directory" in work.told[0].reason
     for _ in range(3):
         work.work()
-    assert work.attempts.group is None and len(work.words) == 2
+    assert not work.attempts.run and len(work.words) == 2
     assert "not the directory that was opened" in work.words[1]
     assert work.records == [(20, "export", "waiting", 1)]
     root.rename(other)
