@@ -255,7 +255,7 @@ class Runner(Follower):
         if busy is not None and busy.attempt is not None:
             times.append(busy.ends_at)
             watched += busy.attempt.watched()
-        elif busy is not None and busy.outcome is None and not self._trouble:
+        elif busy is not None and busy.outcome is None:
             times.append(busy.not_before)
         waiting = select.poll()
         for fd in watched:
@@ -263,12 +263,14 @@ class Runner(Follower):
         waiting.poll(1000 * max(0.0, min(times) - self._clock.monotonic()) + 1)
 
     def refuse(self, error: BaseException) -> None:
-        later = self._clock.monotonic() + _AFTER_TROUBLE * self._plan.look_s
-        self._look_at = max(self._look_at, later)
+        self._look_at = max(self._look_at, self._after_trouble())
         self._trouble = describe(error)
         if self._trouble != self._told:
             self._told = self._trouble
             self._tell(Trouble(self._trouble))
+
+    def _after_trouble(self) -> float:
+        return self._clock.monotonic() + _AFTER_TROUBLE * self._plan.look_s
 
     # ------------------------------------------------------------------------------------- a look
 
@@ -410,7 +412,8 @@ class Runner(Follower):
         if busy is None:
             return
         rests = busy.outcome is None and busy.attempt is None
-        if rests and now >= busy.not_before and not self._trouble:  # else after the next look
+        if rests and now >= busy.not_before:
+            busy.not_before = self._after_trouble()  # should the disk refuse it
             self._start(busy, now)
         if busy.outcome is None and busy.attempt is not None:
             self._watch(busy, busy.attempt, now)

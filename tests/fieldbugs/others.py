@@ -104,7 +104,7 @@ class QuotaEndsTheJob(Believing):
 def rolled_forward(trainer: SimTrainer) -> None:
     """200 was resumed from, so nothing is replayed; and a refusal reaches every rank."""
     assert trainer.resumed == trainer.tracker() == 200
-    assert trainer.acknowledged == [100, 200] and trainer.steps() == [200]
+    assert trainer.acknowledged == [100, 200] and trainer.steps() == [100, 200]
     again = SimTrainer()
     again.no_quota()
     again.save(100)

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 import z3
+from ledgers import ledger_of
 
 from ckptfsm.core import events as m
 from ckptfsm.core.errors import IllegalTransition, SaveRefused
@@ -399,7 +400,7 @@ def random_ledger(rng: random.Random) -> Ledger:
         state = rng.choice((*State, *likely))
         base = Checkpoint(of, state, rng.choice(LAYOUTS), WORLD_SIZE)
         ranks, reports = base.writers, base.expected
-        ledger = ledger.restore(
+        ledger = ledger_of(
             Checkpoint(
                 of,
                 base.state,
@@ -410,7 +411,8 @@ def random_ledger(rng: random.Random) -> Ledger:
                 gone=frozenset(r for r in sorted(ranks) if rng.random() < 0.6),
                 finalizers_ran=frozenset(r for r in sorted(ranks) if rng.random() < 0.3),
                 published=rng.random() < 0.3,
-            )
+            ),
+            base=ledger,
         )
     steps = range(5)
     pins = {s for s in steps if rng.random() < 0.2}
