@@ -31,7 +31,7 @@ SUBPACKAGES: Mapping[str, str] = MappingProxyType(
         "coordinator": "journals, then acts; recovers",
         "follow": "takes each tracked checkpoint: evaluators, jobs",
         "ranks": "what a trainer calls",
-        "dcp": "state of torch: copies, memory, words",
+        "dcp": "state of torch: copies, memory, plans",
         "megatron": "megatron-core: plans, requests, loads",
         "integrations": "trainers: Megatron-LM, verl, Ray",
         "views": "pictures and lists",

@@ -1,4 +1,4 @@
-"""State of torch: its copies, shared memory and bytes, and words between ranks. No megatron-core."""
+"""State of torch: its copies, shared memory, bytes and plans. No megatron-core."""
 
 from ckptfsm.adapters.versions import require
 

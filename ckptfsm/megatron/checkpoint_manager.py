@@ -13,8 +13,8 @@ from ckptfsm.core.config import CheckpointConfig, Settings, config_of
 from ckptfsm.core.ports import Driver, Ports, Storage, Transport
 from ckptfsm.dcp.device_copies import DeviceCopies
 from ckptfsm.dcp.gate import Gate, GatedMemory
-from ckptfsm.dcp.mailbox import mailbox_of
 from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.megatron.mailbox import mailbox_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.group_worker import BaseGroupWorker
