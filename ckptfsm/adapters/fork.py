@@ -20,7 +20,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,16 +160,16 @@ def reaped(pid: int, kill_rest: Callable[[int], object] = kill_group) -> tuple[i
         return (None,)
 
 
-def kill_session(leader: int) -> None:
-    """Kill all groups of a session, also those that are made meanwhile."""
-    killed: set[int] = set()
-    while groups := {leader, *groups_of(leader)} - killed:
+def kill_session(leader: int, spared: Collection[int] = ()) -> None:
+    """Kill all groups of a session but the ``spared``, also those that are made meanwhile."""
+    killed = set(spared)
+    while groups := {leader, *_groups_of(leader)} - killed:
         for group in groups:
             kill_group(group)
         killed |= groups
 
 
-def groups_of(session: int) -> set[int]:
+def _groups_of(session: int) -> set[int]:
     """The process groups of a session, by the numbers of their leaders."""
     found: set[int] = set()
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:

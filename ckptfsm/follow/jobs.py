@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfsm.adapters.fork import groups_of, kill_group
+from ckptfsm.adapters.fork import kill_session
 from ckptfsm.adapters.job_process import JobCall, JobProcess, environment_of_job
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
@@ -107,5 +107,4 @@ def main() -> None:
 def _kill_attempt() -> None:
     """Kill the attempt and what others left. This process ends at once, before it sees that."""
     own = os.getpid()
-    for group in groups_of(own) - {own}:
-        kill_group(group)
+    kill_session(own, spared=(own,))
