@@ -68,10 +68,11 @@ def adopt(
         with opened(root) as storage:
             layout = look(storage).layout
     given = directory if directory.is_absolute() or directory.exists() else at / directory
+    moved = f"adopt-{given.name}"  # its name in the root, if it comes from outside
     if not given.exists():
-        said, left = f"there is no directory {directory}", f"adopt-{given.name}"
-        if (at / left).is_dir():
-            said += f": an adopt that was cut short left it at {left}, adopt that with --step"
+        said = f"there is no directory {directory}"
+        if (at / moved).is_dir():
+            said += f": an adopt that was cut short left it at {moved}, adopt that with --step"
         raise ConfigError(said, file=str(given), reason="missing")
     found = step if step is not None else layout.parse_published(given.name)
     if found is None:
@@ -85,7 +86,7 @@ def adopt(
         with opened(root) as storage:
             require_intact(storage, look(storage).layout, source, found, _all_told)
     else:
-        source = f"adopt-{given.name}"
+        source = moved
         _refuse_outside(given, at / source, at / layout.published_name(found))
         with opened_storage(given.parent) as storage:
             require_intact(storage, layout, given.name, found, _all_told)

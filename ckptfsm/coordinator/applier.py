@@ -151,7 +151,7 @@ class Applier:
         # The unfinished attempts that wait for the disk, with the reported reason.
         self.blocked: dict[AttemptId, CkptFsmError] = {}
         # Set while an opening carries out its plan. A disk error does not fail the only attempt
-        # that could be resumed from. A fresh start keeps all: it deletes nothing.
+        # that could be resumed from, and nothing is pruned.
         self.only_resumable: AttemptId | None = None
         self.keep_all = False
         self.retention_due = False  # the disk refused it

@@ -25,10 +25,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckptfsm.core.errors import SaveRefused
+from ckptfsm.dcp.images import Bucket
 from ckptfsm.megatron.read_back import Places, ReadBack, check_places, places_of
 from ckptfsm.megatron.shardings import check_keys, check_not_empty, check_shards
 
-Bucket = tuple[tuple[WriteItem, Any], ...]
 Values = Mapping[str, Sequence[ShardedBase]]
 
 
