@@ -25,7 +25,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, RankFailed, SaveRefused
-from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
+from ckptfsm.core.parts import OptionalPart, PartSpec, Planned, content_of
 from ckptfsm.core.ports import (
     Clock,
     Executor,
@@ -132,7 +132,7 @@ class FakeDraft:
     location: str = ""
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         self.driver.maybe_fail("stage")
         self.location = location
@@ -220,7 +220,7 @@ class FakeDriver:
         digests = digests_of_bytes(parts)
         return FakeDraft(specs, in_place, keys, size, self, dict(parts), digests)
 
-    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, Planned]:
         self.maybe_fail("merge")
         keys: dict[str, Any] = {}
         for summary in summaries:

@@ -74,6 +74,7 @@ _SHARDS, _COMMON, _METADATA = ".distcp", "common.pt", (".metadata", "metadata.js
 TORCH_DIST = Format(
     "torch_dist", planned=True, stock=True, shards=_SHARDS, common=_COMMON, metadata=_METADATA
 )
+DCP = Format("dcp", planned=True, shards=_SHARDS, metadata=(".metadata",))
 FOREIGN = Format(
     "foreign",
     foreign=True,
@@ -86,7 +87,9 @@ FOREIGN = Format(
 FILE = Format("file", by_one=True, inside=True)
 TREE = Format("tree", by_path=True, by_one=True)
 GROUP = Format("report", grouped=True, shards=_SHARDS, common=_COMMON)
-FORMATS = MappingProxyType({each.name: each for each in (TORCH_DIST, FOREIGN, FILE, TREE, GROUP)})
+FORMATS = MappingProxyType(
+    {each.name: each for each in (TORCH_DIST, DCP, FOREIGN, FILE, TREE, GROUP)}
+)
 
 
 def format_of(name: str) -> Format | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.formats import FORMATS, TORCH_DIST, Format, format_of, is_reserved
@@ -34,6 +34,17 @@ def _values_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     names = [field.name for field in fields(kind)]
     values = attrgetter(*names)
     return values if len(names) > 1 else lambda sent: (values(sent),)
+
+
+class Planned(NamedTuple):
+    """What the first rank made of all ranks' plans of a part.
+
+    ``metadata`` is for the part's first rank alone, which puts it into its planned file, see
+    ``ports.Written``. ``shares`` is for every rank, in a form of the driver's own.
+    """
+
+    metadata: bytes
+    shares: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -15,7 +15,7 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.events import Event
 from ckptfsm.core.images import ChunkSource, Copying, Image, Memory
-from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec, Planned
 
 FileKind = Literal["file", "dir", "symlink", "other"]
 
@@ -463,13 +463,13 @@ class Draft(Protocol):
     digests: Mapping[str, Mapping[str, int]]
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         """Bring the data of these parts, in order, to memory that the writer gets.
 
         ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
-        ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is. The shares of
-        those put it into their planned file, see ``Written``.
+        ``planned`` is the result of ``Driver.merge``; its metadata is there for parts whose first rank
+        this is.
         """
 
     def changed(self) -> str:
@@ -550,8 +550,8 @@ class Driver(Protocol):
         A value of None means that other ranks write the part.
         """
 
-    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
-        """At rank 0: check the drafts of all ranks together. Returns planned metadata for each part.
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, Planned]:
+        """At rank 0: check the drafts of all ranks together. Returns what follows for each part.
 
         A rank's summary covers only the parts that the rank writes.
         """

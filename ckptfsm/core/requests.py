@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.errors import CkptFsmError
-from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec, Planned
 from ckptfsm.core.recovery_rules import Decision
 
 
@@ -80,18 +80,21 @@ NumberedNews = tuple[int, News]
 class Accepted:
     """A save that may begin, the same on every rank.
 
-    ``planned`` has planned metadata by part, for the first rank of each.
+    ``planned`` is by part.
     """
 
     of: AttemptId
     in_place: bool
     parts: tuple[PartSpec, ...]
-    planned: Mapping[str, bytes] = field(default_factory=dict)
+    planned: Mapping[str, Planned] = field(default_factory=dict)
 
     def for_others(self) -> Accepted:
-        """The copy for the other ranks, without the plans that only rank 0 needs."""
+        """The copy for the other ranks, without the metadata that only rank 0 needs."""
         far = {p.name for p in self.parts if p.ranks is not None and 0 not in p.ranks}
-        planned = {name: plan for name, plan in self.planned.items() if name in far}
+        planned = {
+            name: plan if name in far else plan._replace(metadata=b"")
+            for name, plan in self.planned.items()
+        }
         return replace(self, planned=planned)
 
     def of_rank(self, rank: int) -> tuple[PartSpec, ...]:

@@ -6,13 +6,14 @@ import enum
 import io
 import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.disk.pickle_stubs import GETATTR, METADATA_GLOBALS
 
@@ -66,3 +67,11 @@ def completed(planned: bytes, results: Sequence[Sequence[Any]], location: str) -
     metadata.storage_meta = StorageMeta(checkpoint_id=location, save_id=uuid.uuid4().hex)
     metadata.version = _DCP_VERSION
     return metadata
+
+
+@collection_paused()
+def finish_dcp(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """``.metadata`` of a part in DCP's own format, see ``ports.PartFinisher``."""
+    return {".metadata": pickle.dumps(completed(planned, results, location))}

@@ -10,8 +10,9 @@ from typing import Any
 import xxhash
 
 from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.parts import Planned
 
-MergePart = Callable[[str, Mapping[int, Any]], bytes]
+MergePart = Callable[[str, Mapping[int, Any]], Planned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class PlanExchange:
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
         self._candidates: dict[str, bytes] = {}
-        self._merged: tuple[tuple[str, ...], Mapping[str, bytes]] = ((), {})
+        self._merged: tuple[tuple[str, ...], Mapping[str, Planned]] = ((), {})
 
     def summary_of(self, plans: Mapping[str, Any]) -> Summary:
         """The plans by their parts, as they are sent. They are pickled again only if one is new."""
@@ -56,7 +57,7 @@ class PlanExchange:
         """See ``ports.Driver``."""
         self._accepted = ""
 
-    def merge(self, summaries: Sequence[Summary], merge_part: MergePart) -> Mapping[str, bytes]:
+    def merge(self, summaries: Sequence[Summary], merge_part: MergePart) -> Mapping[str, Planned]:
         """At rank 0: what ``merge_part`` makes of a part's plans, by rank. Raises ``SaveRefused``."""
         digests = tuple(s.digest for s in summaries)
         known = self._plans | self._candidates  # a rank may have accepted one that rank 0 refused

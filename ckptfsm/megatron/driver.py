@@ -18,7 +18,7 @@ from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed
 from ckptfsm.core.formats import FOREIGN, TORCH_DIST
-from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, content_of
+from ckptfsm.core.parts import OptionalPart, PartSpec, PerRank, Planned, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import DeviceCopies
@@ -72,7 +72,7 @@ class MegatronDraft:
     held: Held = field(default_factory=Held)
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         rank, read_back = self.driver.rank, self.driver.planner.read_back
         forked = any(spec.format.foreign for spec in specs)
@@ -85,7 +85,7 @@ class MegatronDraft:
         for spec in specs:
             value = self.values[spec.name]
             if spec.format.planned:
-                merged = planned[spec.name] if rank == spec.first_rank else None
+                merged = planned[spec.name].metadata if rank == spec.first_rank else None
                 part = stage_images(
                     spec,
                     self.plans[spec.name],
@@ -190,7 +190,7 @@ class MegatronDriver:
     def refuse(self) -> None:
         self._exchange.refuse()
 
-    def merge(self, summaries: Sequence[Summary]) -> Mapping[str, bytes]:
+    def merge(self, summaries: Sequence[Summary]) -> Mapping[str, Planned]:
         with process_group():
             return self._exchange.merge(summaries, merge_part)
 

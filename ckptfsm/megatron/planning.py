@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.parts import Planned
 from ckptfsm.dcp.images import Bucket
 from ckptfsm.megatron.read_back import Places, ReadBack, check_places, places_of
 from ckptfsm.megatron.shardings import check_keys, check_not_empty, check_shards
@@ -207,7 +208,7 @@ def _size_of(value: Any) -> int:
     return int(value.numel() * value.itemsize)
 
 
-def merge_part(name: str, summaries: Mapping[int, PartSummary]) -> bytes:
+def merge_part(name: str, summaries: Mapping[int, PartSummary]) -> Planned:
     """At rank 0: the planned metadata of the ranks' ``summaries``.
 
     Raises ``SaveRefused`` if shards overlap, do not cover a tensor, or clash with plain values.
@@ -216,4 +217,4 @@ def merge_part(name: str, summaries: Mapping[int, PartSummary]) -> bytes:
     check_shards(name, [s.shardings for s in summaries.values()], SaveRefused)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     _, metadata = planner.create_global_plan([s.plan for s in summaries.values()])
-    return pickle.dumps(metadata)
+    return Planned(pickle.dumps(metadata))

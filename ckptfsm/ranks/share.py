@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import SaveRefused, describe
 from ckptfsm.core.events import Event, Failed
-from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.parts import AttemptId, Planned
 from ckptfsm.core.ports import Draft, Finalizer, PartJob, Ports, RankJob, Storage
 from ckptfsm.core.requests import Accepted, SaveRequest
 from ckptfsm.disk.visibility import Visibility
@@ -69,7 +69,7 @@ class Share:
         gathered = self._ports.transport.gather(proposal)
         return Proposed(draft, gathered, self.comparison.differences(gathered, draft))
 
-    def agree(self, proposed: Proposed) -> tuple[SaveRequest, Mapping[str, bytes]]:
+    def agree(self, proposed: Proposed) -> tuple[SaveRequest, Mapping[str, Planned]]:
         """At the first rank: the request that all proposals make, and its planned metadata.
 
         Raises ``SaveRefused``, and what the driver raises.

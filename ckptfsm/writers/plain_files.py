@@ -17,7 +17,7 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.formats import FILE, TREE
 from ckptfsm.core.layout import PRIVATE, join
-from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
+from ckptfsm.core.parts import OptionalPart, PartSpec, Planned, content_of
 from ckptfsm.core.ports import FileStat, Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.disk.durable import fsync_existing, make_dir, walk_files
 from ckptfsm.disk.trash import remove_empty
@@ -250,7 +250,7 @@ class FilesDraft:
     digests: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of a lone process
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         return tuple(stage_file(spec, self.values[spec.name], location, 0) for spec in specs)
 
@@ -285,7 +285,7 @@ class FilesDriver:
             specs.append(replace(spec, ranks=(0,), optional=isinstance(value, OptionalPart)))
         return FilesDraft(tuple(specs), values, bytes_of(values))
 
-    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, Planned]:
         return {}
 
     def accept(self) -> None:

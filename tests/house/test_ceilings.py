@@ -23,10 +23,10 @@ LINES = MappingProxyType(
         "adapters": 3420,
         "cli": 1770,
         "coordinator": 1980,
-        "core": 6750,
-        "dcp": 1520,
+        "core": 6800,
+        "dcp": 3400,
         "demo": 810,
-        "disk": 4450,
+        "disk": 4550,
         "follow": 1140,
         "integrations": 4000,
         "megatron": 3040,
@@ -36,7 +36,7 @@ LINES = MappingProxyType(
         "writers": 2290,
     }
 )
-WORDS, PAGES = 50_000, 55  # of Markdown in docs and specs
+WORDS, PAGES = 54_000, 60  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (330, 60), (510, 75)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen

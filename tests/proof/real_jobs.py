@@ -26,7 +26,7 @@ from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, SaveFailed
 from ckptfsm.core.layout import parse_attempt
 from ckptfsm.core.lifecycle import State
-from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.parts import PartSpec, Planned
 from ckptfsm.core.ports import Identity, PartJob, Storage
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.ranks.manager import Manager
@@ -309,7 +309,7 @@ class NamedDraft(FakeDraft):
     """
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         of = parse_attempt(Path(location).name)
         assert of is not None

@@ -29,7 +29,7 @@ from ckptfsm.core.documents import FileEntry, Manifest
 from ckptfsm.core.errors import SaveFailed, StorageError, describe
 from ckptfsm.core.formats import TREE
 from ckptfsm.core.layout import PRIVATE, VERL
-from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec, Planned
 from ckptfsm.core.ports import Clock, PartJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.disk.inspection import read_manifest
@@ -240,7 +240,7 @@ class UploadJob(PartJob):
 
 class UploadDraft(FilesDraft):
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         placed = ((spec, self.values[spec.name]) for spec in specs)
         return tuple(replace(job, name=spec.name, directory=spec.directory) for spec, job in placed)

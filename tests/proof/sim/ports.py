@@ -26,7 +26,7 @@ from sim_writers import CopiedWriter
 
 from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.core.events import Event, ShardReported, WriterForked
-from ckptfsm.core.parts import PartSpec, content_of
+from ckptfsm.core.parts import PartSpec, Planned, content_of
 from ckptfsm.core.ports import (
     ChildError,
     Identity,
@@ -472,7 +472,7 @@ class WorldDraft(FakeDraft):
                 storage.close(handle)
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         self.driver.maybe_fail("stage")
         rank = self.driver.rank

@@ -20,7 +20,7 @@ from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import ConfigError, NewerSchema, RestoreFailed
 from ckptfsm.core.formats import FORMATS, Format
 from ckptfsm.core.layout import MEGATRON, PLANNED, join, planned_name
-from ckptfsm.core.parts import PartSpec, check_parts
+from ckptfsm.core.parts import PartSpec, Planned, check_parts
 from ckptfsm.core.ports import PartJob, Storage, Survey, Written
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.verification import verify_step
@@ -64,12 +64,12 @@ class ColumnsDraft(FilesDraft):
     rank: int = 0
 
     def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         jobs = []
         for spec in specs:
             own = self.values[spec.name]
-            plan = planned[spec.name] if self.rank == spec.first_rank else None
+            plan = planned[spec.name].metadata if self.rank == spec.first_rank else None
             data = json.dumps(own).encode()  # a copy: the trainer may change its lists now
             jobs.append(ColumnsPart(spec.name, spec.directory, self.rank, data, tuple(own), plan))
         return tuple(jobs)
@@ -93,8 +93,8 @@ class ColumnsDriver(FilesDriver):
         summary = {name: sorted(own) for name, own in parts.items()}
         return ColumnsDraft(specs, parts, 100, summary=summary, rank=self.rank)
 
-    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
-        return {name: f"{len(summaries)} ranks".encode() for name in summaries[0]}
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, Planned]:
+        return {name: Planned(f"{len(summaries)} ranks".encode()) for name in summaries[0]}
 
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]

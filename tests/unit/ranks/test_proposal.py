@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptfsm.core.errors import ConfigError, SaveRefused
-from ckptfsm.core.parts import AttemptId, OptionalPart, PartSpec, content_of
+from ckptfsm.core.parts import AttemptId, OptionalPart, PartSpec, Planned, content_of
 from ckptfsm.core.requests import Accepted, SaveRequest
 from ckptfsm.ranks.proposal import Proposal, ProposedCall, agree, name_parts, propose
 
@@ -210,9 +210,11 @@ def test_each_rank_gets_its_parts_and_each_first_rank_its_plan():
     """Catches: a plan that is sent to everybody, or not to the one rank that needs it."""
     optional = PartSpec("export", "tree", "export", (0, 2), optional=True)
     parts = (optional, STATE, replace(CRITIC, ranks=(1, 2)))
-    plans = {"state": b"s", "critic": b"c"}
+    plans = {"state": Planned(b"s", b"of all"), "critic": Planned(b"c")}
     accepted = Accepted(AttemptId(5, 1, 1), False, parts, plans)
-    assert accepted.for_others() == replace(accepted, planned={"critic": b"c"})
+    assert accepted.for_others() == replace(
+        accepted, planned={"state": Planned(b"", b"of all"), "critic": Planned(b"c")}
+    )
     assert [p.name for p in accepted.of_rank(0)] == ["state", "export"]
     assert [p.name for p in accepted.of_rank(1)] == ["state", "critic"]
     assert [p.name for p in accepted.of_rank(2)] == ["state", "critic", "export"]
