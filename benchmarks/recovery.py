@@ -36,9 +36,9 @@ from ckptfsm.core.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import PartJob, RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
+from ckptfsm.dcp.driver import StateDriver
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.disk.journal import read_history, read_segment
-from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -126,7 +126,7 @@ def build_root(root: Path, count: int, part: ReplayedPart) -> list[float]:
         clock=SystemClock(),
         identity=this_process(),
         options=CoordinatorOptions(),
-        finishers=MegatronDriver.finishers,
+        finishers=StateDriver.finishers,
         provenance={},
     )
     coordinator.open()

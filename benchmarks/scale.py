@@ -40,7 +40,7 @@ from ckptfsm.core.layout import JOURNAL, MANIFEST, MEGATRON
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.requests import News, NothingInFlight
-from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.dcp.driver import StateDriver
 from ckptfsm.ranks.coordinator_client import CoordinatorClient
 from ckptfsm.ranks.proposal import agree
 
@@ -200,7 +200,7 @@ class TimedFinisher:
         self, planned: bytes, results: Sequence[Sequence[Any]], location: str
     ) -> Mapping[str, bytes]:
         began = time.process_time()
-        made = MegatronDriver.finishers["torch_dist"](planned, results, location)
+        made = StateDriver.finishers["torch_dist"](planned, results, location)
         self.seconds += time.process_time() - began
         return made
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from ckptfsm.core.retention import LatestN as LatestN
     from ckptfsm.core.retention import Policy as Policy
     from ckptfsm.core.retention import Steps as Steps
+    from ckptfsm.dcp.checkpoint_manager import CheckpointManager as CheckpointManager
+    from ckptfsm.dcp.checkpoint_manager import GroupWorker as GroupWorker
     from ckptfsm.disk.reader_lease import ReaderLease as ReaderLease
     from ckptfsm.follow.evaluators import checkpoints as checkpoints
     from ckptfsm.follow.evaluators import wait_for_new_checkpoint as wait_for_new_checkpoint
-    from ckptfsm.megatron.checkpoint_manager import CheckpointManager as CheckpointManager
-    from ckptfsm.megatron.checkpoint_manager import GroupWorker as GroupWorker
     from ckptfsm.megatron.foreign import ForeignRequest as ForeignRequest
     from ckptfsm.ranks.controller import Controller as Controller
     from ckptfsm.ranks.handle import Restored as Restored
@@ -63,7 +63,7 @@ if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:
 # The public names of each module, by topic.
 _NAMES = MappingProxyType(
     {
-        "megatron.checkpoint_manager": ("CheckpointManager", "GroupWorker"),
+        "dcp.checkpoint_manager": ("CheckpointManager", "GroupWorker"),
         "core.config": ("CheckpointConfig", "load_config", "save_again"),
         "core.jobs": ("Job",),
         "ranks.handle": ("SaveHandle", "Restored"),
@@ -101,7 +101,11 @@ _PLACES = MappingProxyType(
 __all__ = list(_PLACES)
 
 BESIDE_TORCH = MappingProxyType(
-    {name: place for name, place in _PLACES.items() if place.startswith("ckptfsm.megatron.")}
+    {
+        name: place
+        for name, place in _PLACES.items()
+        if place.startswith(("ckptfsm.dcp.", "ckptfsm.megatron."))
+    }
 )
 
 

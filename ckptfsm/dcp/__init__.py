@@ -1,5 +1,5 @@
-"""State of torch: its copies, shared memory, bytes and plans. No megatron-core."""
+"""States of torch in files of DCP. Needs no megatron-core."""
 
 from ckptfsm.adapters.versions import require
 
-require("torch", extra="megatron")
+require("torch", extra="torch")

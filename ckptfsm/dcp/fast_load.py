@@ -13,8 +13,10 @@ was compared. A tensor whose place is odd in any way is left to stock's load.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -163,6 +165,35 @@ LoadRest = Callable[
 ]
 
 # -------------------------------------------------------------------------------------- planning
+
+
+class Stored(NamedTuple):
+    """A wanted tensor that is exactly an item of a checkpoint.
+
+    ``data`` is its memory, ``shape`` that of the item. The blob lies in ``file``, from ``start`` on.
+    """
+
+    shard: Filled | None
+    data: torch.Tensor
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+def targets_by_file(
+    found: Iterable[Stored], directory: str, entries: Mapping[str, FileEntry]
+) -> dict[FileEntry, list[Target]]:
+    """The items that can be read straight from files with a digest. Anything odd is left out."""
+    targets: dict[FileEntry, list[Target]] = defaultdict(list)
+    form = cache(form_of)
+    for each in found:
+        entry, blob = entries.get(join(directory, each.file)), form(each.data.dtype, each.shape)
+        if entry is None or entry.digest is None or blob is None or blob.size != each.length:
+            continue
+        if 0 <= each.start <= entry.bytes - each.length:
+            targets[entry].append(Target(each.shard, bytes_in(each.data), blob, each.start))
+    return targets
 
 
 def worth_reading(

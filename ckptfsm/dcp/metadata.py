@@ -7,6 +7,7 @@ import io
 import pickle
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -75,3 +76,12 @@ def finish_dcp(
 ) -> Mapping[str, bytes]:
     """``.metadata`` of a part in DCP's own format, see ``ports.PartFinisher``."""
     return {".metadata": pickle.dumps(completed(planned, results, location))}
+
+
+def finish_torch_dist(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """The same for megatron-core's format, which only megatron-core knows."""
+    finish = import_module("ckptfsm.megatron.torch_dist").finish_part
+    finished: Mapping[str, bytes] = finish(planned, results, location)
+    return finished

@@ -35,14 +35,14 @@ from ckptfsm.core.errors import CkptFsmError, ConfigError, DamagedRoot, Recovery
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.parts import OptionalPart
 from ckptfsm.core.retention import EveryNSteps, KeepAll, LatestN, Policy
+from ckptfsm.dcp.checkpoint_manager import CheckpointManager
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import check_digests, check_sizes, read_manifest
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.integrations.replaced import Replaced
-from ckptfsm.megatron.checkpoint_manager import CheckpointManager
 from ckptfsm.megatron.compat import cpu_devices
-from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
+from ckptfsm.megatron.states import refuse_newer, storage_at
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.writers.plain_files import FileTree

@@ -38,6 +38,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.ports import Outcome, Transport
+from ckptfsm.dcp.transport import transport_of
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.megatron.foreign import (
     StagedRequest,
@@ -47,14 +48,13 @@ from ckptfsm.megatron.foreign import (
     stage_request,
     taken_now,
 )
-from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.writers.rank_writer import missed_deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ckptfsm.megatron.checkpoint_manager import CheckpointManager
+    from ckptfsm.dcp.checkpoint_manager import CheckpointManager
 
 log = logging.getLogger("ckptfsm")
 MEGATRON_BASE = "megatron.core.dist_checkpointing.strategies.base"
@@ -395,7 +395,7 @@ class AsyncCallsQueue:
         if not layouts or (manager is not None and config.layout not in layouts):
             raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
         if manager is None:
-            from ckptfsm.megatron.checkpoint_manager import (
+            from ckptfsm.dcp.checkpoint_manager import (
                 CheckpointManager,  # only for those who begin
             )
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +20,18 @@ from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PerRank
 from ckptfsm.core.ports import Storage
 from ckptfsm.dcp.fast_load import (
-    FastLoad,
     Filled,
+    Stored,
     Target,
     apart_in_memory,
-    bytes_in,
-    form_of,
     is_plain,
     metadata_of,
-    worth_reading,
+    targets_by_file,
 )
+from ckptfsm.dcp.nested import WHOLE
 from ckptfsm.megatron.compat import cpu_devices, process_group
-from ckptfsm.megatron.per_rank import WHOLE, with_objects
+from ckptfsm.megatron.per_rank import with_objects
 from ckptfsm.megatron.read_back import reason_of
-from ckptfsm.writers.plain_files import file_spec, load_file
 
 _METADATA = ".metadata"
 
@@ -52,33 +48,19 @@ def filled_of(shard: ShardedTensor) -> Filled | None:
 # -------------------------------------------------------------------------------------- planning
 
 
-def plan_fast_load(
+def targets_in(
     storage: Storage,
     location: str,
-    parts: Mapping[str, tuple[str, Any]],
-    files: Sequence[FileEntry],
-) -> FastLoad | None:
-    """See ``ports.Driver.plan_reading``."""
-    entries = {entry.name: entry for entry in files}
-    form = cache(form_of)
-    targets: dict[FileEntry, list[Target]] = defaultdict(list)
-    for directory, state in parts.values():
-        index = join(directory, _METADATA)
-        metadata = metadata_of(storage, location, entries.get(index))
-        if metadata is None:
-            continue
-        for shard in _plain_shards(state):
-            found = _place_of(metadata, shard)
-            entry = entries.get(join(directory, found[0])) if found else None
-            if found is None or entry is None or entry.digest is None:
-                continue
-            _, start, length = found
-            blob = form(shard.data.dtype, _stored_shape(shard))
-            if blob is None or blob.size != length or not 0 <= start <= entry.bytes - length:
-                continue
-            targets[entry].append(Target(filled_of(shard), bytes_in(shard.data), blob, start))
-    worth = worth_reading(targets)
-    return FastLoad(storage, location, worth, load_parts) if worth else None
+    directory: str,
+    state: Any,
+    entries: Mapping[str, FileEntry],
+) -> Mapping[FileEntry, Sequence[Target]]:
+    """The shards that lie in the files exactly as this rank wants them, by file."""
+    metadata = metadata_of(storage, location, entries.get(join(directory, _METADATA)))
+    if metadata is None:
+        return {}
+    found = (_stored(metadata, shard) for shard in _plain_shards(state))
+    return targets_by_file((each for each in found if each), directory, entries)
 
 
 def _plain_shards(state: Any) -> Iterator[ShardedTensor]:
@@ -101,50 +83,41 @@ def _stored_shape(shard: ShardedTensor) -> tuple[int, ...]:
     return (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
 
 
-def _place_of(metadata: Metadata, shard: ShardedTensor) -> tuple[str, int, int] | None:
-    """File, offset and length of the item that is exactly this shard; None if there is none."""
+def _stored(metadata: Metadata, shard: ShardedTensor) -> Stored | None:
+    """The item that is exactly this shard; None if there is none."""
     about = metadata.state_dict_metadata.get(shard.key)
-    offset = tuple(shard.global_offset)
+    offset, shape = tuple(shard.global_offset), _stored_shape(shard)
     if (
         not isinstance(about, TensorStorageMetadata)
         or (getattr(metadata, "mcore_data", None) or {}).get(shard.key)
         or about.properties.dtype != shard.data.dtype
         or tuple(about.size) != tuple(shard.global_shape)
         or not any(
-            tuple(chunk.offsets) == offset and tuple(chunk.sizes) == _stored_shape(shard)
-            for chunk in about.chunks
+            tuple(chunk.offsets) == offset and tuple(chunk.sizes) == shape for chunk in about.chunks
         )
     ):
         return None
     info = (metadata.storage_data or {}).get(MetadataIndex(shard.key, torch.Size(offset)))
     if info is None or getattr(info, "transform_descriptors", None):
         return None
-    return info.relative_path, info.offset, info.length
+    place = info.relative_path, info.offset, info.length
+    return Stored(filled_of(shard), shard.data, shape, *place)
 
 
 # --------------------------------------------------------------------------------- stock's load
 
 
-def load_parts(
-    parts: Mapping[str, Any],
-    directories: Mapping[str, str],
-    drop: set[str],
-    full: Collection[Filled | None] = (),
-) -> Mapping[str, Any]:
-    """See ``ports.Driver.load``. Tensors whose memory is in ``full`` are filled already."""
+def load_part(
+    name: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None] = ()
+) -> Any:
+    """See ``StateFormat.load``. Overlaps were ruled out before, see ``ports.Driver.check``."""
     with cpu_devices(), process_group():
-        return {
-            name: _load_part(name, state, directories[name], drop, full)
-            for name, state in parts.items()
-        }
+        return _load_part(name, state, directory, drop, full)
 
 
 def _load_part(
     name: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
 ) -> Any:
-    """Load a part. Overlaps were ruled out before, see ``ports.Driver.check``."""
-    if file_spec(name, state) is not None:
-        return load_file(name, state, directory)
     if isinstance(state, PerRank):
         return _load_part(name, with_objects(state), directory, drop, full).get(WHOLE)
     state = with_objects(state)

@@ -9,9 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.parts import PerRank
-
-WHOLE = "per_rank"
-"""The key of a whole part. No name of the part is in it: in a group, that name counts the trees."""
+from ckptfsm.dcp.nested import WHOLE
 
 
 def with_objects(state: Any) -> Any:

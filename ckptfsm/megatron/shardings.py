@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe, name_ranks
+from ckptfsm.dcp.loading import keeps_values
 from ckptfsm.disk.stock import COMMON_KEY
 
 _SHOWN = 20  # keys that an error names
@@ -199,25 +200,7 @@ def _fits(shard: Any, found: Any, have: Mapping[str, Any]) -> bool:
         return False
     free = shard.allow_shape_mismatch or getattr(shard, "flattened_range", None) is not None
     same = free or tuple(shard.global_shape) == tuple(found.global_shape)
-    return same and _keeps_values(found.dtype, shard.dtype)
-
-
-def _keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """True if values of one type become those of the other one, but for the rounding of floats.
-
-    Torch copies between any two types, without a word.
-    """
-    if stored == wanted or stored == torch.bool:
-        return True
-    if wanted.is_complex or (wanted.is_floating_point and not stored.is_complex):
-        return True
-    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
-        return False
-    try:
-        one, other = torch.iinfo(stored), torch.iinfo(wanted)
-    except TypeError:  # quantized, or bits: unknown to us
-        return True
-    return other.min <= one.min and one.max <= other.max
+    return same and keeps_values(found.dtype, shard.dtype)
 
 
 def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
@@ -226,7 +209,7 @@ def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
         hint = f"; nearest: {near[0]!r}" if near else ""
         return f"the checkpoint has no key {shard.key!r}{hint}: name it as it was saved, or leave it out"
     both = isinstance(shard, ShardedTensor) and isinstance(found, ShardedTensor)
-    if both and not _keeps_values(found.dtype, shard.dtype):
+    if both and not keeps_values(found.dtype, shard.dtype):
         return (
             f"key {shard.key!r}: wanted {shard.dtype}, the checkpoint has {found.dtype}, whose values "
             f"would change: load it into a tensor of {found.dtype}, and convert that"

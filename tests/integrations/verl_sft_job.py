@@ -38,11 +38,11 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 from verl_servers import die_with_parent, serve_for_ever
 from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
+from ckptfsm.dcp.transport import GlooTransport
 from ckptfsm.demo.model import Trainer, initialize_parallel
 from ckptfsm.integrations.verl import install
 from ckptfsm.integrations.verl import sft as ours
 from ckptfsm.megatron.compat import cpu_devices
-from ckptfsm.megatron.transport import GlooTransport
 from ckptfsm.ranks import restoring
 from ckptfsm.ranks.group_worker import GroupShare
 

@@ -39,9 +39,9 @@ from verl_servers import serve_for_ever
 
 import ckptfsm.integrations.verl.rank_manager as ours
 from ckptfsm.core.ports import PartJob
+from ckptfsm.dcp.driver import StateDraft
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
 from ckptfsm.megatron.compat import cpu_devices
-from ckptfsm.megatron.driver import MegatronDraft
 from ckptfsm.writers.plain_files import TreePart
 
 SPEC = ModelSpec(hidden_size=32, layers=2, heads=2, sequence_length=16, batch_size=2)
@@ -271,9 +271,9 @@ def _until_there(gate: str) -> None:
 
 
 def _hold_writers(hold: Any) -> None:
-    stage: Any = vars(MegatronDraft)["stage"]
+    stage: Any = vars(StateDraft)["stage"]
     stage = stage.stage if isinstance(stage, _Held) else stage
-    MegatronDraft.stage = _Held(stage, hold)  # type: ignore[method-assign]
+    StateDraft.stage = _Held(stage, hold)  # type: ignore[method-assign]
 
 
 class _Held:

@@ -12,10 +12,10 @@ from jobs import Here, Told, is_state_of, managed, state_of, template_of
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from ckptfsm.core.ports import Storage
+from ckptfsm.dcp import driver
 from ckptfsm.dcp import fast_load as reading
 from ckptfsm.dcp.fast_load import FastLoad
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
-from ckptfsm.megatron import fast_load
 
 ROWS = 128
 
@@ -56,7 +56,7 @@ def save_and_restore(here: Here, root: str, replicated: bool = False) -> Told:
         manager.save(1, saved)
         manager.wait_until_finished()
         patch.setattr(reading, "first_bad_file", read_whole)
-        patch.setattr(fast_load, "FastLoad", Watched)
+        patch.setattr(driver, "FastLoad", Watched)
         restored = manager.restore(wanted)
         assert restored is not None
         equal = all(torch.equal(restored.state[key], saved[key].data) for key in ("w", "m"))
@@ -82,7 +82,7 @@ def interrupt_reading(here: Here, root: str) -> Told:
         manager.save(1, state_of(1, here))
         manager.wait_until_finished()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fast_load, "FastLoad", Interrupted)
+            patch.setattr(driver, "FastLoad", Interrupted)
             patch.setattr(type(manager._one_call), "hear", lambda self: hear())
             try:
                 manager.restore(template_of(here))

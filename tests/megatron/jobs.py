@@ -62,10 +62,12 @@ from ckptfsm.core.errors import (  # noqa: E402
 )
 from ckptfsm.core.events import Failed, ShardReported  # noqa: E402
 from ckptfsm.core.images import Memory  # noqa: E402
+from ckptfsm.core.parts import Planned  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
+from ckptfsm.dcp.driver import StateDriver  # noqa: E402
+from ckptfsm.dcp.state_format import DriverOptions  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
 from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
-from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage  # noqa: E402
 from ckptfsm.writers.write_job import WriteJob  # noqa: E402
 
@@ -864,8 +866,8 @@ def save_what_changes(here: Here, root: str, kind: str) -> Told:
     def state() -> dict[str, Any]:
         return {"w": ShardedTensor.from_rank_offsets("w", tensor)}
 
-    draft = MegatronDriver(0, 1).draft({"state": state()})
-    (job,) = draft.stage(root, draft.specs, {"state": b""})
+    draft = StateDriver(DriverOptions(0)).draft({"state": state()})
+    (job,) = draft.stage(root, draft.specs, {"state": Planned(b"")})
     pieces = [piece for image in job.images for piece in image.pieces]
     staged = [piece.address for piece in pieces if isinstance(piece, Memory)]
     with managed(here, root) as manager:

@@ -21,8 +21,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import RestoreFailed, SaveRefused
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.integrations import megatron_lm
-from ckptfsm.megatron import checkpoint_manager as manager
-from ckptfsm.megatron import driver
+from ckptfsm.megatron import states
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 
@@ -108,10 +107,10 @@ def test_a_root_of_a_newer_megatron_core_is_refused_and_kept(
 ) -> None:
     """Catches: the only checkpoints put away as damaged, because an older megatron-core was
     installed; or the words of megatron-core, that ``common.pt`` is missing."""
-    monkeypatch.setattr(manager, "keeps_common_in_shard", lambda: True)
+    monkeypatch.setattr(states, "keeps_common_in_shard", lambda: True)
     save(tmp_path, 1, 2)
     assert not (tmp_path / "iter_0000002" / COMMON).exists()
-    monkeypatch.setattr(driver, "keeps_common_in_shard", lambda: False)
+    monkeypatch.setattr(states, "keeps_common_in_shard", lambda: False)
     with CheckpointManager(tmp_path) as ckpts:
         with pytest.raises(
             RestoreFailed, match="install 0.19 or newer. Nothing was changed"
@@ -127,9 +126,9 @@ def test_steps_of_a_newer_megatron_core_are_refused_before_stock_code_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Catches: a trainer of an older megatron-core that says no more than that a file is missing."""
-    monkeypatch.setattr(manager, "keeps_common_in_shard", lambda: True)
+    monkeypatch.setattr(states, "keeps_common_in_shard", lambda: True)
     save(tmp_path, 1)
-    monkeypatch.setattr(driver, "keeps_common_in_shard", lambda: False)
+    monkeypatch.setattr(states, "keeps_common_in_shard", lambda: False)
     under = megatron_lm._DistCheckpointing(dist_checkpointing, None)
     place = str(tmp_path / "iter_0000001")
     load = partial(getattr(under, call), *([state()] if call == "load" else []))

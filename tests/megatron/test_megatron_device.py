@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 from ckptfsm import CheckpointManager, SaveFailed
 from ckptfsm.adapters.fork import Child
+from ckptfsm.dcp import checkpoint_manager
 from ckptfsm.dcp.device_copies import DeviceCopies
-from ckptfsm.megatron import checkpoint_manager
 from ckptfsm.writers.write_engine import WriteEngine
 from ckptfsm.writers.write_job import WriteJob
 
@@ -56,7 +56,7 @@ class Trainer:
 
     @property
     def copies(self) -> DeviceCopies:
-        return self.manager._ports.driver.copies
+        return self.manager._ports.driver.options.copies
 
     @property
     def job(self):

@@ -13,7 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from ckptfsm import CheckpointManager, CkptFsmError
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused, UnusedKeysWarning
 from ckptfsm.core.ports import Transport
-from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.dcp.driver import StateDriver
+from ckptfsm.dcp.state_format import DriverOptions
 from ckptfsm.writers.plain_files import FilesDriver
 
 pytestmark = pytest.mark.megatron
@@ -45,7 +46,7 @@ def test_a_manager_takes_a_driver_for_another_kind_of_state(tmp_path) -> None:
 
 def test_a_refused_save_takes_no_plans_from_rank_0() -> None:
     """Catches: a good save that is refused because rank 0 forgot what another rank refers to."""
-    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    ranks = [StateDriver(DriverOptions(0)), StateDriver(DriverOptions(1))]
     for accepted, extras in (
         (True, ("", "")),
         (False, ("", "y")),  # refused by the coordinator: the disk is full, say
@@ -68,7 +69,7 @@ def test_a_refused_save_takes_no_plans_from_rank_0() -> None:
 
 def test_a_writer_that_cannot_start_at_rank_0_takes_no_plans_from_it() -> None:
     """Catches: the save after one that failed at rank 0 alone is refused, and ends the training."""
-    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    ranks = [StateDriver(DriverOptions(0)), StateDriver(DriverOptions(1))]
     for started in (False, True):
         drafts = [driver.draft({"state": state(n, "")}) for n, driver in enumerate(ranks)]
         assert set(ranks[0].merge([draft.summary for draft in drafts])) == {"state"}
@@ -164,7 +165,7 @@ def test_a_state_that_does_not_fit_is_named_before_anything_is_loaded(
 ) -> None:
     """Catches: a wrong key or shape that comes out as a traceback of torch, without its last line."""
     wanted, words, facts = MISFITS[case]
-    monkeypatch.setattr(MegatronDriver, "load", None)
+    monkeypatch.setattr(StateDriver, "load", None)
     with CheckpointManager(saved) as manager, pytest.raises(RestoreFailed) as caught:
         manager.restore(wanted)
     assert words in caught.value.message
@@ -304,7 +305,7 @@ def test_an_empty_tensor_is_saved_where_megatron_core_can(
 
 def test_a_rank_may_have_an_empty_shard_of_a_tensor_without_a_grid() -> None:
     """Catches: a refusal of an uneven sharding, which megatron-core saves."""
-    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    ranks = [StateDriver(DriverOptions(0)), StateDriver(DriverOptions(1))]
     drafts = []
     for driver, rows, row in zip(ranks, (4, 0), (0, 4), strict=True):
         tensor = torch.ones(rows, 3)
@@ -329,7 +330,7 @@ def test_I12_an_object_may_have_any_key(tmp_path: Any, key: str, shape: tuple[in
 
 def test_I12_keys_that_no_checkpoint_can_have_are_refused() -> None:
     """Catches: keys that fail in the writer, at each save; an AttributeError of megatron-core."""
-    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    ranks = [StateDriver(DriverOptions(0)), StateDriver(DriverOptions(1))]
     odd = "\ud800"
     for shard, words in (
         (whole(odd, 2), r"the key '\\ud800' cannot be written in UTF-8"),
@@ -350,7 +351,7 @@ def test_I12_keys_that_no_checkpoint_can_have_are_refused() -> None:
 
 def test_shards_that_make_no_whole_tensor_are_named() -> None:
     """Catches: a refusal by rank 0 that does not say which key of which part."""
-    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    ranks = [StateDriver(DriverOptions(0)), StateDriver(DriverOptions(1))]
     drafts = [driver.draft({"state": state(0, ""), "more": {}}) for driver in ranks]
     with pytest.raises(CkptFsmError, match="part 'state': key 'x': ranks 0, 1 each") as caught:
         ranks[0].merge([draft.summary for draft in drafts])
@@ -373,7 +374,7 @@ def test_shards_that_make_no_whole_tensor_are_named() -> None:
 )
 def test_shards_that_do_not_fit_each_other_are_told_with_a_way_out(ranks: Any, said: str) -> None:
     """Catches: one name for two tensors, or a forgotten replica_id, told in megatron-core's words."""
-    drivers = [MegatronDriver(rank, 1) for rank in range(len(ranks))]
+    drivers = [StateDriver(DriverOptions(rank)) for rank in range(len(ranks))]
     drafts = [driver.draft({"state": one}) for driver, one in zip(drivers, ranks, strict=True)]
     with pytest.raises(SaveRefused, match=f"key 'w': {said}"):
         drivers[0].merge([draft.summary for draft in drafts])

@@ -21,11 +21,11 @@ from ckptfsm import CheckpointManager, DamagedRoot
 from ckptfsm.adapters.posix_storage import opened_storage
 from ckptfsm.core.errors import RecoveryWarning
 from ckptfsm.dcp import fast_load as reading
+from ckptfsm.dcp.driver import StateDriver
 from ckptfsm.dcp.fast_load import FastLoad
+from ckptfsm.dcp.state_format import DriverOptions
 from ckptfsm.disk import pieces
 from ckptfsm.disk.inspection import read_manifest
-from ckptfsm.megatron import driver as driver_module
-from ckptfsm.megatron import fast_load
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
 pytestmark = pytest.mark.megatron
@@ -158,13 +158,13 @@ class Loads:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
-    seen, plan = Loads(), fast_load.plan_fast_load
+    seen, plan = Loads(), StateDriver.plan_reading
 
     def planned(*arguments: Any) -> FastLoad | None:
         seen.made.append(plan(*arguments))
         return seen.made[-1]
 
-    monkeypatch.setattr(driver_module, "plan_fast_load", planned)
+    monkeypatch.setattr(StateDriver, "plan_reading", planned)
     return seen
 
 
@@ -328,7 +328,7 @@ def test_a_blob_of_another_torch_is_left_to_stock(
         head[byte] ^= 1
         return blob._replace(head=bytes(head))
 
-    monkeypatch.setattr(fast_load, "form_of", other)
+    monkeypatch.setattr(reading, "form_of", other)
     found = restored_state(root, template())
     assert described(found) == described(stock_load(path_of(root, 2), template()))
     assert loads.made[-1] is not None
@@ -355,7 +355,7 @@ def blob_of(root: Path, key: str) -> tuple[Path, int, int]:
     with opened_storage(root) as storage:
         manifest = read_manifest(storage, directory.name)
         assert manifest is not None
-        planned = fast_load.plan_fast_load(
+        planned = StateDriver(DriverOptions(0)).plan_reading(
             storage, directory.name, {"state": ("", template())}, manifest.files
         )
     assert planned is not None
@@ -475,7 +475,7 @@ def test_a_reading_that_was_stopped_fills_nothing_more(
     with opened_storage(root) as storage:
         manifest = read_manifest(storage, path_of(root, 2).name)
         wanted = template()
-        planned = fast_load.plan_fast_load(
+        planned = StateDriver(DriverOptions(0)).plan_reading(
             storage, path_of(root, 2).name, {"state": ("", wanted)}, manifest.files
         )
         assert planned is not None

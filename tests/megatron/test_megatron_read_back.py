@@ -31,10 +31,12 @@ from torch.distributed.tensor import distribute_tensor
 
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.core.errors import RestoreFailed, SaveRefused
-from ckptfsm.megatron import read_back
+from ckptfsm.dcp.driver import StateDriver
+from ckptfsm.dcp.state_format import DriverOptions
+from ckptfsm.megatron import read_back, states
 from ckptfsm.megatron.compat import process_group
-from ckptfsm.megatron.driver import MegatronDriver, refuse_misfits
 from ckptfsm.megatron.foreign import ForeignRequest
+from ckptfsm.megatron.states import formats_of, refuse_misfits
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 
 pytestmark = pytest.mark.megatron
@@ -65,7 +67,7 @@ def state(**more: Any) -> dict[str, Any]:
 
 
 def draft(**more: Any) -> None:
-    MegatronDriver(0, 1).draft({"state": state(**more)})
+    StateDriver(DriverOptions(0)).draft({"state": state(**more)})
 
 
 def refusal_of(**more: Any) -> str:
@@ -120,7 +122,7 @@ def test_I12_a_class_of_the_trainers_is_accepted_once_it_is_registered(
 ) -> None:
     """Catches: an acceptance that is remembered although the class is registered no longer; or a rule
     of our own, which does not ask what is registered."""
-    driver, kind = MegatronDriver(0, 1), type(value)
+    driver, kind = StateDriver(DriverOptions(0)), type(value)
     assert f"add_safe_globals([{kind.__name__}])" in refusal_of(x=value)
     with torch.serialization.safe_globals([kind]):
         driver.draft({"state": state(x=value)})
@@ -233,7 +235,7 @@ def test_I12_a_tensor_that_is_not_whole_is_refused(kind: str, where: str) -> Non
         assert "['x']" in said and "cannot be saved" in said
         if where == "shard":
             with pytest.raises(RestoreFailed, match="'k'"):
-                MegatronDriver(0, 1).survey({"state": state(x=place)}, {"state": ""}, ())
+                formats_of(DriverOptions(0))[1].survey("state", state(x=place), "", ())
 
 
 def test_I12_a_sparse_shard_is_refused() -> None:
@@ -242,7 +244,7 @@ def test_I12_a_sparse_shard_is_refused() -> None:
         shard = ShardedTensor.from_rank_offsets("k", sparse)
         assert "its layout is torch.sparse" in refusal_of(x=shard)
         with process_group(), pytest.raises(RestoreFailed, match="its layout is torch.sparse"):
-            MegatronDriver(0, 1).survey({"state": state(x=shard)}, {"state": ""}, ())
+            formats_of(DriverOptions(0))[1].survey("state", state(x=shard), "", ())
 
 
 @pytest.mark.parametrize("anything", [False, True])
@@ -255,12 +257,13 @@ def test_I12_a_sparse_shard_is_refused() -> None:
     ],
 )
 def test_I12_a_sharded_value_that_megatron_core_does_not_find_is_refused(
-    hidden: Any, anything: bool
+    hidden: Any, anything: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches: rank 0's shard that is saved for all ranks, also where the loader takes any class."""
     one = ShardedTensor.from_rank_offsets("v", torch.ones(2))
     with process_group():
-        driver = MegatronDriver(0, 1, common_in_shard=anything)
+        monkeypatch.setattr(states, "keeps_common_in_shard", lambda: anything)
+        driver = StateDriver(DriverOptions(0, common_state="auto"))
         with pytest.raises(SaveRefused, match="out of the tuple or object"):
             driver.draft({"state": state(x=hidden(one))})
 
@@ -356,7 +359,7 @@ def test_I12_values_that_did_not_change_are_not_loaded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches: saves that take longer for hundreds of values that are the same each time."""
-    driver, loads = MegatronDriver(0, 1), []
+    driver, loads = StateDriver(DriverOptions(0)), []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: (loads.append(1), load(*a, **k))[1])
     counts = []
@@ -419,7 +422,9 @@ def test_I12_what_another_maker_has_pickled_is_loaded_back(tmp_path: Path, ready
         place = tmp_path / name
         request = {"request": request_for(place, value)}
         build = {"build": lambda directory: request_for(place, value)}
-        made = MegatronDriver(0, 1).draft({"a": ForeignRequest(**(request if ready else build))})
+        made = StateDriver(DriverOptions(0)).draft(
+            {"a": ForeignRequest(**(request if ready else build))}
+        )
         if not ready:
             made.stage(str(tmp_path), made.specs, {})
 
@@ -435,5 +440,5 @@ def test_I12_an_object_of_another_maker_that_cannot_be_loaded_is_named(tmp_path:
     ((_, _, ([(_, held)], _)),) = request.async_fn_args[1]
     held.truncate(held.getbuffer().nbytes // 2)
     with pytest.raises(SaveRefused, match="rng of the request could not be loaded again") as caught:
-        MegatronDriver(0, 1).draft({"a": ForeignRequest(request=request)})
+        StateDriver(DriverOptions(0)).draft({"a": ForeignRequest(request=request)})
     assert caught.value.key == "rng"

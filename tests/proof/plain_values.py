@@ -190,8 +190,9 @@ def digest_of(some: list[Any]) -> str:
 
 def check_plain_values(settings: Any) -> None:
     """Save what is accepted, and restore it in this process; then all of it in a new process."""
+    from ckptfsm.dcp.driver import StateDriver
+    from ckptfsm.dcp.state_format import DriverOptions
     from ckptfsm.megatron.compat import process_group
-    from ckptfsm.megatron.driver import MegatronDriver
 
     logging.getLogger("ckptfsm").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as place:
@@ -200,7 +201,7 @@ def check_plain_values(settings: Any) -> None:
         @settings
         @given(st.lists(values(), min_size=8, max_size=24))
         def property_of(some: list[Any]) -> None:
-            driver = MegatronDriver(0, 1)
+            driver = StateDriver(DriverOptions(0))
             with process_group():
                 plain = [each for each in some if is_accepted(driver, state_of([each], []))]
                 objects = [each for each in some if is_accepted(driver, state_of([], [each]))]

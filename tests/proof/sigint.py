@@ -145,7 +145,7 @@ def gloo(store: str, rank: int) -> Any:
     """The real transport of one of two ranks: torch.distributed."""
     import torch.distributed as dist
 
-    from ckptfsm.megatron.transport import GlooTransport
+    from ckptfsm.dcp.transport import GlooTransport
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     return GlooTransport(_SETTINGS["exchange_timeout_s"])

@@ -27,8 +27,8 @@ from ckptfsm.core.errors import ConfigError, SaveFailed
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.megatron.checkpoint_manager import GroupWorker
-from ckptfsm.megatron.driver import refuse_newer
+from ckptfsm.dcp.checkpoint_manager import GroupWorker
+from ckptfsm.megatron.states import refuse_newer
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree

@@ -27,6 +27,7 @@ from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
+from ckptfsm.dcp.transport import transport_of
 from ckptfsm.integrations.verl.rank_manager import detach
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks, is_within_an_epoch
 from ckptfsm.integrations.verl.trainer import (
@@ -39,7 +40,6 @@ from ckptfsm.integrations.verl.trainer import (
     subclass_of,
 )
 from ckptfsm.integrations.workers import Calls
-from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.controller import Controller, controller_config
 from ckptfsm.ranks.restoring import Restorer
 from ckptfsm.ranks.tickets import Ticket

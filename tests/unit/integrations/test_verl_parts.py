@@ -114,9 +114,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from ckptfsm.core.errors import RestoreFailed
 from ckptfsm.integrations.verl.rank_manager import VerlCheckpointManager
-from ckptfsm.megatron import driver
+from ckptfsm.megatron import states
 
-driver.keeps_common_in_shard = lambda: False  # as megatron-core before 0.19
+states.keeps_common_in_shard = lambda: False  # as megatron-core before 0.19
 loaded = []
 stock = SimpleNamespace(load_checkpoint=lambda *arguments, **more: loaded.append(arguments[0]))
 ours = VerlCheckpointManager(stock, None)

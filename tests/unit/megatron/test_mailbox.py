@@ -19,8 +19,8 @@ from fakes import run_ranks
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import OneRank
-from ckptfsm.megatron import mailbox
-from ckptfsm.megatron.mailbox import Outbox, ReportServer, encoded, mailbox_of, sealed, unsealed
+from ckptfsm.dcp import mailbox
+from ckptfsm.dcp.mailbox import Outbox, ReportServer, encoded, mailbox_of, sealed, unsealed
 
 WAIT_S = 15.0
 OF = AttemptId(5, 1, 2)

@@ -17,7 +17,8 @@ import torch  # noqa: E402
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor  # noqa: E402
 
 from ckptfsm.core.errors import ClassNotKeptWarning, SaveRefused, StorageError  # noqa: E402
-from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
+from ckptfsm.dcp.driver import StateDriver  # noqa: E402
+from ckptfsm.dcp.state_format import DriverOptions  # noqa: E402
 from ckptfsm.megatron.read_back import ReadBack  # noqa: E402
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard  # noqa: E402
 
@@ -56,7 +57,7 @@ def _layers(rank: int, count: int, **more: Any) -> dict[str, Any]:
 
 
 def _merge(*states: dict[str, Any]) -> None:
-    drivers = [MegatronDriver(rank, 1) for rank in range(len(states))]
+    drivers = [StateDriver(DriverOptions(rank)) for rank in range(len(states))]
     drafts = zip(drivers, states, strict=True)
     drivers[0].merge([driver.draft({"state": state}).summary for driver, state in drafts])
 
@@ -100,7 +101,7 @@ def test_I12_a_place_of_another_kind_is_refused(first: Any, other: Any, words: s
 
 def test_I12_a_plain_value_that_comes_later_is_refused() -> None:
     """Catches: places that are looked at only as a plan is made, and not when it is used again."""
-    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    ranks = [StateDriver(DriverOptions(0)), StateDriver(DriverOptions(1))]
     for more in ({}, {"q": 5}):
         states = ({"w": _shard("w"), **more}, {"q": _shard()})
         drafts = [driver.draft({"state": s}) for driver, s in zip(ranks, states, strict=True)]

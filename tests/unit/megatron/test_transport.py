@@ -13,9 +13,9 @@ from ckptfsm import CheckpointManager
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import config_of
 from ckptfsm.core.errors import ConfigError
+from ckptfsm.dcp.checkpoint_manager import GroupWorker
+from ckptfsm.dcp.transport import transport_of
 from ckptfsm.integrations.queue import AsyncCallsQueue
-from ckptfsm.megatron.checkpoint_manager import GroupWorker
-from ckptfsm.megatron.transport import transport_of
 
 CONFIG = config_of(None, {})
 

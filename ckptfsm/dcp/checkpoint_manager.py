@@ -1,8 +1,9 @@
-"""``CheckpointManager`` and ``GroupWorker``, wired to torch.distributed, megatron-core and a disk."""
+"""``CheckpointManager`` and ``GroupWorker``, wired to torch.distributed and a disk."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfsm.adapters.posix_storage import OpenPosix, path_of
 from ckptfsm.core.config import CheckpointConfig, Settings, config_of
-from ckptfsm.core.ports import Driver, Ports, Storage, Transport
+from ckptfsm.core.ports import Driver, Ports, Storage
 from ckptfsm.dcp.device_copies import DeviceCopies
+from ckptfsm.dcp.driver import MEGATRON_CORE, StateDriver
 from ckptfsm.dcp.gate import Gate, GatedMemory
-from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.megatron.mailbox import mailbox_of
-from ckptfsm.megatron.torch_dist import keeps_common_in_shard
-from ckptfsm.megatron.transport import transport_of
+from ckptfsm.dcp.mailbox import mailbox_of
+from ckptfsm.dcp.state_format import DriverOptions
+from ckptfsm.dcp.transport import transport_of
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.participant import Hook
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-MakeDriver = Callable[[Transport], Driver]
+MakeDriver = Callable[[DriverOptions], Driver]
 
-_FINISHERS = ("ckptfsm.megatron.torch_dist",)  # a group's first rank completes the part
+_FINISHERS = ("ckptfsm.dcp.metadata",)  # a group's first rank completes the part
+_MEGATRONS = ("ckptfsm.megatron.torch_dist",)
 
 
 class CheckpointManager(Manager, Gate):
@@ -44,8 +46,8 @@ class CheckpointManager(Manager, Gate):
       logged. A hook that is a ``Meter`` (``ckptfsm.core.notes``) also takes notes, such as stalls.
     - ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a
       name), for tests and fault injection.
-    - ``driver(transport)`` makes the ``Driver`` of this rank, for another kind of state than
-      megatron-core's. Such a state is read from a fork, unless its parts are ``portable``.
+    - ``driver(options)`` makes the ``Driver`` of this rank, for another kind of state than torch's
+      and megatron-core's. It is read from a fork, unless its parts are ``portable``.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``, on every rank.
     """
@@ -111,7 +113,7 @@ def wire(
     *,
     group: bool = False,
 ) -> Wired:
-    """Wire one rank, of a job or of a ``group``, to torch.distributed, megatron-core, and a writer.
+    """Wire one rank, of a job or of a ``group``, to torch.distributed, its driver, and a writer.
 
     Collective. The engine's process is started before the root is opened: a Ctrl-C here would keep it
     busy.
@@ -121,7 +123,8 @@ def wire(
     transport = transport_of(config)
     mode, engine = config.engine, None
     if mode != "fork" and (mode != "auto" or open_storage is None):
-        imports = _FINISHERS if group and transport.rank == 0 else ()
+        imports: tuple[str, ...] = _FINISHERS if group and transport.rank == 0 else ()
+        imports += _MEGATRONS if imports and MEGATRON_CORE in sys.modules else ()
         engine = WriteEngine(
             WriteEngineSettings(
                 mode=mode, nice=config.writer_nice, twice=config.read_twice, imports=imports
@@ -129,18 +132,15 @@ def wire(
         )
         engine.warm_up()
     copies = None if engine is None else DeviceCopies()
-    driver: Driver
-    if make_driver is not None:
-        driver = make_driver(transport)
-    else:
-        driver = MegatronDriver(
-            transport.rank,
-            config.writer_files,
-            ranks=transport.world_size,
-            common_in_shard=config.common_state == "auto" and keeps_common_in_shard(),
-            copies=copies,
-            promise=promise,
-        )
+    options = DriverOptions(
+        transport.rank,
+        config.writer_files,
+        transport.world_size,
+        copies,
+        promise,
+        config.common_state,
+    )
+    driver: Driver = (make_driver or StateDriver)(options)
     mailbox = partial(mailbox_of, transport, config.exchange_timeout_s)
     ports = system_ports(transport, driver, opener, engine, mailbox)
     ports = replace(ports, close_writers=partial(_close, ports.close_writers, copies))

@@ -1,0 +1,62 @@
+"""DCP's own format: DTensors, plain tensors, and values that can be pickled. See ``StateFormat``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.formats import DCP
+from ckptfsm.core.parts import PerRank, Planned
+from ckptfsm.core.ports import Storage
+from ckptfsm.dcp.fast_load import Filled, Target
+from ckptfsm.dcp.loading import load_state, survey_state, targets_in
+from ckptfsm.dcp.nested import flat
+from ckptfsm.dcp.planning import DcpPlan, DcpPlans, DcpSummary, merge_plans
+from ckptfsm.dcp.state_format import DriverOptions, Surveyed
+
+
+class DcpStates:
+    """The format of dicts and ``PerRank`` values without anything of another library."""
+
+    format = DCP
+    summary = DcpSummary
+
+    def __init__(self, options: DriverOptions) -> None:
+        self._rank, self._ranks, self._files = options.rank, options.ranks, options.files
+        self._plans = DcpPlans()
+
+    def takes(self, value: Any) -> bool:
+        return isinstance(value, (dict, PerRank))
+
+    def directory(self, value: Any, usual: str) -> str:
+        return usual
+
+    def plan(self, part: str, value: Any) -> DcpPlan:
+        state = flat(part, value, self._rank, SaveRefused)
+        return DcpPlan(self._plans.of(part, state), state, self._files)
+
+    def merge(self, part: str, summaries: Mapping[int, Any]) -> Planned:
+        return merge_plans(part, summaries)
+
+    def survey(self, part: str, state: Any, directory: str, droppable: Collection[str]) -> Surveyed:
+        return survey_state(part, state, directory, droppable, (self._rank, self._ranks))
+
+    def check(self, part: str, wanted: Sequence[Any], drop: Collection[str]) -> set[str]:
+        return set().union(*wanted)
+
+    def targets(
+        self,
+        storage: Storage,
+        location: str,
+        directory: str,
+        state: Any,
+        entries: Mapping[str, FileEntry],
+    ) -> Mapping[FileEntry, Sequence[Target]]:
+        return targets_in(storage, location, directory, state, entries)
+
+    def load(
+        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
+    ) -> Any:
+        return load_state(part, state, directory, drop, full, self._rank)

@@ -1,0 +1,285 @@
+"""Loads a part in DCP's own format: what fits, what is read straight from its files, and the rest.
+
+Each rank reads the metadata itself, and then its own values: no collective is needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import DamagedRoot, RestoreFailed
+from ckptfsm.core.layout import join
+from ckptfsm.core.parts import PerRank
+from ckptfsm.core.ports import Storage
+from ckptfsm.dcp.fast_load import (
+    Filled,
+    Stored,
+    Target,
+    apart_in_memory,
+    is_plain,
+    metadata_of,
+    targets_by_file,
+)
+from ckptfsm.dcp.metadata import read_planned
+from ckptfsm.dcp.nested import WHOLE, Flat, flat
+from ckptfsm.dcp.state_format import Surveyed
+
+METADATA = ".metadata"
+
+
+def keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """True if values of one type become those of the other one, but for the rounding of floats.
+
+    Torch copies between any two types, without a word.
+    """
+    if stored == wanted or stored == torch.bool:
+        return True
+    if wanted.is_complex or (wanted.is_floating_point and not stored.is_complex):
+        return True
+    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
+        return False
+    try:
+        one, other = torch.iinfo(stored), torch.iinfo(wanted)
+    except TypeError:  # quantized, or bits: unknown to us
+        return True
+    return other.min <= one.min and one.max <= other.max
+
+
+# ----------------------------------------------------------------------------------- what fits
+
+
+def survey_state(
+    part: str,
+    state: Any,
+    directory: str,
+    droppable: Collection[str],
+    place: tuple[int, int],
+) -> Surveyed:
+    """See ``StateFormat.survey``. ``place``: this rank, and the number of ranks."""
+    rank, ranks = place
+    wanted, stored = flat(part, state, rank, RestoreFailed), stored_in(part, directory)
+    known, missing = stored.state_dict_metadata, set()
+    for key in wanted.values:
+        name = wanted.per_rank.get(key, key)
+        said = _misfit(key, wanted, known)
+        if name != key:
+            said = _other_ranks(name, known, ranks)
+        if said and name in droppable and not wanted.is_tensor(key):
+            missing.add(name)
+        elif said:
+            raise RestoreFailed(f"part {part!r}: {said}. Nothing was changed", part=part, key=name)
+    asked = frozenset(wanted.values)
+    others = {key for name in wanted.per_rank.values() for key in _ranks_of(name, known).values()}
+    return Surveyed(missing, asked | others, frozenset(known))
+
+
+def stored_in(part: str, directory: str) -> Metadata:
+    """The metadata of a part, with files inside of it only.
+
+    Raises ``DamagedRoot`` for metadata that are damaged, or name other files.
+    """
+    path = Path(directory, METADATA)
+    metadata = read_planned(path.read_bytes())
+    for info in (metadata.storage_data or {}).values():
+        name = info.relative_path
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            said = (
+                f"part {part!r}: {METADATA} names a file outside of the checkpoint: {name!r:.200}"
+            )
+            raise DamagedRoot(said, part=part, file=str(path))
+    return metadata
+
+
+def _ranks_of(name: str, known: Collection[str]) -> dict[int, str]:
+    """The stored keys of a ``PerRank``, by rank."""
+    matches = (re.fullmatch(rf"{re.escape(name)}\.rank_(\d+)", key) for key in known)
+    return {int(match[1]): match[0] for match in matches if match}
+
+
+def _other_ranks(name: str, known: Collection[str], ranks: int) -> str:
+    stored = _ranks_of(name, known)
+    if stored.keys() == set(range(ranks)):
+        return ""
+    if not stored:
+        return _lacks(name, known)
+    return (
+        f"key {name!r} has one value for each of {len(stored)} ranks, and nobody can divide these among "
+        f"{ranks}: reshard_drops=({name!r}, ...) leaves it out; name all such keys there, for a value "
+        "replaces the default ('rng_state',)"
+    )
+
+
+def _misfit(key: str, wanted: Flat, stored: Mapping[str, Any]) -> str:
+    """Why a stored value does not fit the wanted one, and the way out; "" if it fits."""
+    found, value = stored.get(key), wanted.values[key]
+    if found is None:
+        return _lacks(key, stored)
+    is_stored_tensor = isinstance(found, TensorStorageMetadata)
+    if wanted.is_tensor(key) != is_stored_tensor:
+        one, other = ("a tensor", "none") if is_stored_tensor else ("no tensor", "one")
+        return (
+            f"key {key!r} is {one} in the checkpoint, and {other} is given to fill, a "
+            f"{type(value).__name__}: give the same kind of value"
+        )
+    if not is_stored_tensor:
+        return ""
+    if value.is_meta:
+        return f"key {key!r} is on the meta device: materialize it first"
+    if tuple(value.size()) != tuple(found.size):
+        return (
+            f"key {key!r}: wanted shape {tuple(value.size())}, the checkpoint has "
+            f"shape {tuple(found.size)}: build the model with the checkpoint's sizes, or leave the key "
+            "out"
+        )
+    if not keeps_values(found.properties.dtype, value.dtype):
+        return (
+            f"key {key!r}: wanted {value.dtype}, the checkpoint has {found.properties.dtype}, whose "
+            f"values would change: load it into a tensor of {found.properties.dtype}, and convert that"
+        )
+    return ""
+
+
+def _lacks(key: str, stored: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, stored, n=1)
+    hint = f"; nearest: {near[0]!r}" if near else ""
+    return f"the checkpoint has no key {key!r}{hint}: name it as it was saved, or leave it out"
+
+
+# --------------------------------------------------------------------------- straight from files
+
+
+def targets_in(
+    storage: Storage,
+    location: str,
+    directory: str,
+    state: Any,
+    entries: Mapping[str, FileEntry],
+) -> Mapping[FileEntry, Sequence[Target]]:
+    """The local tensors that lie in the files exactly as this rank wants them, by file."""
+    metadata = metadata_of(storage, location, entries.get(join(directory, METADATA)))
+    if metadata is None:
+        return {}
+    wanted = flat("", state, 0, RestoreFailed)
+    values = {
+        key: (value, data)
+        for key, value in wanted.values.items()
+        if wanted.is_tensor(key) and is_plain(data := local_of(value))
+    }
+    apart = apart_in_memory((key, data) for key, (_, data) in values.items())
+    found = (_stored(metadata, key, *values[key]) for key in apart)
+    return targets_by_file((each for each in found if each), directory, entries)
+
+
+def local_of(value: Any) -> Any:
+    """This rank's part of a DTensor; another value as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _filled(key: str, offset: tuple[int, ...], data: torch.Tensor) -> Filled:
+    return Filled(key, offset, tuple(data.shape), data.dtype, data.device, data.data_ptr())
+
+
+def _stored(metadata: Metadata, key: str, value: torch.Tensor, data: torch.Tensor) -> Stored | None:
+    """The item that is exactly this rank's part of a tensor; None if there is none."""
+    about = metadata.state_dict_metadata.get(key)
+    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != value.dtype:
+        return None
+    chunks = _create_chunk_list(value)
+    if tuple(about.size) != tuple(value.size()) or len(chunks) != 1:
+        return None
+    offset = chunks[0].offsets
+    info = (metadata.storage_data or {}).get(MetadataIndex(key, offset))
+    if info is None or getattr(info, "transform_descriptors", None):
+        return None
+    shard = _filled(key, tuple(offset), data)
+    return Stored(shard, data, shard.shape, info.relative_path, info.offset, info.length)
+
+
+# ---------------------------------------------------------------------------------- stock's load
+
+
+class _LoadTheRest(DefaultLoadPlanner):
+    """DCP's planner for what is not filled yet. The state is flat already."""
+
+    def __init__(self, full: Collection[Filled | None]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._full = full
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[item for item in plan.items if not self._is_full(item)])
+
+    def _is_full(self, item: ReadItem) -> bool:
+        key, offset = item.dest_index.fqn, item.dest_index.offset
+        data = local_of(self.state_dict[key])
+        if offset is None or not isinstance(data, torch.Tensor):
+            return False
+        return _filled(key, tuple(offset), data) in self._full
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader, with metadata that were read and checked before."""
+
+    def __init__(self, directory: str, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._checked = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._checked
+
+
+def load_state(
+    part: str,
+    state: Any,
+    directory: str,
+    drop: Collection[str],
+    full: Collection[Filled | None],
+    rank: int,
+) -> Any:
+    """Fill a state in place, and return it (local)."""
+    wanted = flat(part, state, rank, RestoreFailed)
+    dropped = {key for key in wanted.values if wanted.per_rank.get(key, key) in drop}
+    values = {
+        key: value if wanted.is_tensor(key) else None
+        for key, value in wanted.values.items()
+        if key not in dropped
+    }
+    reader = _Reader(directory, stored_in(part, directory))
+    _load_state_dict(values, reader, no_dist=True, planner=_LoadTheRest(full))
+    for key, value in values.items():
+        if not wanted.is_tensor(key):
+            wanted.put(key, value)
+    for key in reversed(wanted.values):  # so that no place in a list moves
+        if key in dropped:
+            wanted.remove(key)
+    if isinstance(state, PerRank):
+        return wanted.state.get(WHOLE)
+    return _given_back(state, wanted.state)
+
+
+def _given_back(state: dict[Any, Any], filled: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The caller's own dict with what was loaded; objects with a ``load_state_dict`` get theirs."""
+    for key in list(state):
+        if key not in filled:
+            del state[key]
+        elif isinstance(state[key], Stateful):
+            state[key].load_state_dict(filled[key])
+        else:
+            state[key] = filled[key]
+    return state

@@ -1,0 +1,113 @@
+"""A nested state as DCP names its values: the names on the way to a value, with dots between them.
+
+Torch's own ``flatten_state_dict`` gives the same keys. But it turns the names on the way into text: a
+value under a number would be put back beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.parts import PerRank
+
+WHOLE = "per_rank"
+"""The key of a part that is one ``PerRank``. No name of the part is in it: in a group, that name counts
+the trees.
+"""
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state by DCP's keys. ``per_rank``: the keys of ``PerRank`` values, without the rank.
+
+    ``paths`` leads to the place of each value in ``state``, which is nested.
+    """
+
+    state: dict[Any, Any]
+    values: dict[str, Any]
+    paths: dict[str, Path]
+    per_rank: dict[str, str]
+
+    def is_tensor(self, key: str) -> bool:
+        """False for what is pickled whole."""
+        return key not in self.per_rank and isinstance(self.values[key], torch.Tensor)
+
+    def put(self, key: str, value: Any) -> None:
+        """Put a value in its place in the nested state."""
+        *way, last = self.paths[key]
+        _at(self.state, way)[last] = value
+
+    def remove(self, key: str) -> None:
+        *way, last = self.paths[key]
+        del _at(self.state, way)[last]
+
+    def mappings(self) -> dict[str, Path]:
+        """The places as DCP records them: of a ``PerRank``, one for each rank."""
+        found = {}
+        for key, path in self.paths.items():
+            words = tuple(each if isinstance(each, int) else str(each) for each in path)
+            name = self.per_rank.get(key)
+            found[key] = (*words, key[len(name) + 1 :]) if name is not None else words
+        return found
+
+
+def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
+    """Take a state apart: a dict, perhaps with objects that have a ``state_dict``, or a ``PerRank``.
+
+    A ``PerRank`` at ``loader`` has the key ``loader.rank_<rank>``. Raises ``error`` if two values have
+    one key.
+    """
+    nested = {WHOLE: state} if isinstance(state, PerRank) else dict(state)
+    for key, value in nested.items():
+        if isinstance(value, Stateful):
+            nested[key] = value.state_dict()
+    made = Flat(nested, {}, {}, {})
+    for path, value in _leaves((), nested):
+        key = ".".join(map(str, path))
+        if isinstance(value, PerRank):
+            name, key = key, f"{key}.rank_{rank}"
+            made.per_rank[key] = name
+            value = value.value
+        if key in made.values:
+            raise error(
+                f"part {part!r}: two values have the key {key!r}, as names are put together with dots: "
+                "rename one of them",
+                part=part,
+                key=key,
+            )
+        made.values[key], made.paths[key] = value, path
+    return made
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves((*path, key), each)
+    elif isinstance(value, list) and _is_taken_apart(value):
+        for number, each in enumerate(value):
+            yield from _leaves((*path, number), each)
+    else:
+        yield path, value
+
+
+def _is_taken_apart(values: Collection[Any]) -> bool:
+    """True for a list that DCP takes apart: with a tensor or a dict in it, at any depth."""
+    return any(
+        isinstance(each, (torch.Tensor, Mapping))
+        or (isinstance(each, list) and _is_taken_apart(each))
+        for each in values
+    )
+
+
+def _at(nested: Any, way: Collection[Any]) -> Any:
+    for step in way:
+        nested = nested[step]
+    return nested

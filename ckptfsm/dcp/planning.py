@@ -1,0 +1,280 @@
+"""The plan of a part in DCP's own format: the items that DCP makes of each value.
+
+Every rank plans all of its items. At rank 0, torch decides which rank writes an item that several have,
+and every rank hears what it leaves to others. Making the items takes longer than everything else in a
+save, so they are used again for a state of the same structure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.tensor import DTensor, Replicate
+
+from ckptfsm.core.errors import SaveRefused, describe, name_ranks
+from ckptfsm.core.parts import Planned
+from ckptfsm.core.ports import Finalizer, PartJob
+from ckptfsm.dcp.images import SMALL_BYTES, Bucket, saved
+from ckptfsm.dcp.nested import Flat
+from ckptfsm.dcp.plain_values import digests_of
+from ckptfsm.dcp.state_format import Staging, stage_images
+
+
+@dataclass(frozen=True, slots=True)
+class DcpSummary:
+    """A rank's plan of a part for rank 0. ``per_rank``: the names of its ``PerRank`` values."""
+
+    plan: SavePlan
+    per_rank: frozenset[str]
+
+
+@dataclass(slots=True)
+class DcpPlan:
+    """A part as one rank planned it, see ``PartPlan``."""
+
+    summary: DcpSummary
+    flat: Flat
+    files: int
+    in_place: bool = field(default=False, init=False)
+
+    @property
+    def expected_bytes(self) -> int:
+        """About what this rank will write: it does not know yet what others have too."""
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        values = (value for key, value in self.flat.values.items() if self.flat.is_tensor(key))
+        return sum(_share_of(value, ranks) for value in values)
+
+    def digests(self) -> Mapping[str, int]:
+        """Of values that are pickled, and of small tensors in host memory.
+
+        Larger ones are not looked at: under data parallel all ranks have the model.
+        """
+        found: dict[str, int] = {}
+        objects: dict[str, Any] = {}
+        for key, value in self.flat.values.items():
+            if not self.flat.is_tensor(key):
+                if key not in self.flat.per_rank:
+                    objects[key] = value
+            elif _is_small(value):
+                data = ctypes.string_at(value.data_ptr(), value.numel() * value.itemsize)
+                found[key] = xxhash.xxh3_64_intdigest(data)
+        return found | digests_of(objects)
+
+    def buckets(self, rank: int, planned: Planned) -> tuple[Bucket, ...]:
+        mask = zlib.decompress(pickle.loads(planned.shares)[rank])
+        items = self.summary.plan.items
+        own = [item for item, is_own in zip(items, mask, strict=True) if is_own]
+        split = (bucket for bucket in _split_by_size_and_type(self.files, own) if bucket)
+        return tuple(tuple((item, self._data_of(item)) for item in bucket) for bucket in split)
+
+    def _data_of(self, item: WriteItem) -> Any:
+        """The data of an item: the trainer's tensor itself or a view of it; bytes as a file."""
+        value = self.flat.values[item.index.fqn]
+        if item.type == WriteItemType.BYTE_IO:
+            return value if isinstance(value, io.BytesIO) else io.BytesIO(saved(value))
+        return _part_of(value, item)
+
+    def stage(self, staging: Staging) -> PartJob:
+        return stage_images(staging)
+
+    def let_go(self) -> None:
+        self.flat = Flat({}, {}, {}, {})
+
+    def finalizers(self) -> list[Finalizer]:
+        return []
+
+
+class DcpPlans:
+    """The plans of one rank by the names of their parts."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[list[Any], DcpSummary]] = {}
+
+    def of(self, part: str, state: Flat) -> DcpSummary:
+        """The plan of a state (local)."""
+        structure = [
+            (key, path, _form_of(state.values[key]) if state.is_tensor(key) else None)
+            for key, path in state.mappings().items()
+        ]
+        known = self._known.get(part)
+        if known is not None and known[0] == structure:
+            return known[1]
+        items = [item for key in state.values for item in _items_of(key, state)]
+        plan = SavePlan(items, planner_data=state.mappings())
+        summary = DcpSummary(plan, frozenset(state.per_rank.values()))
+        self._known[part] = structure, summary
+        return summary
+
+
+class _Form(NamedTuple):
+    """What the items of a tensor depend on."""
+
+    kind: type
+    shape: torch.Size
+    dtype: torch.dtype
+    grad: bool
+    pinned: bool
+    placed: Any
+
+
+def _form_of(value: torch.Tensor) -> object:
+    """Of a tensor that says itself what its items are, a form that equals no other."""
+    if not isinstance(value, DTensor):
+        own = hasattr(value, "__create_write_items__")
+        placed: Any = (value.layout, value.is_contiguous())
+    else:
+        own = hasattr(value._local_tensor, "__create_write_items__")
+        placed = (value.placements, value.device_mesh, value._local_tensor.shape)
+    if own:
+        return object()
+    pinned = value.device.type == "cpu" and not isinstance(value, DTensor) and value.is_pinned()
+    return _Form(type(value), value.shape, value.dtype, value.requires_grad, pinned, placed)
+
+
+def _items_of(key: str, state: Flat) -> Sequence[WriteItem]:
+    value = state.values[key]
+    if not state.is_tensor(key):
+        return _create_write_items(key, None)
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return ()  # on a mesh of other ranks
+    found: Sequence[WriteItem] = _create_write_items(key, value)
+    return found
+
+
+def _part_of(value: torch.Tensor, item: WriteItem) -> torch.Tensor:
+    if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__get_tensor_shard__"):
+        return value._local_tensor.detach()
+    if hasattr(value, "__get_tensor_shard__"):
+        found: torch.Tensor = value.__get_tensor_shard__(item.index)
+        return found.detach()
+    return value.detach()
+
+
+def _is_small(value: torch.Tensor) -> bool:
+    return (
+        not isinstance(value, DTensor)
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and value.numel() * value.itemsize < SMALL_BYTES
+        and value.is_contiguous()
+    )
+
+
+def _share_of(value: torch.Tensor, ranks: int) -> int:
+    """The bytes of a rank's part of a tensor, divided by the number of ranks that have the same."""
+    if not isinstance(value, DTensor):
+        return value.numel() * value.itemsize // ranks
+    same = 1
+    for dimension, placement in enumerate(value.placements):
+        if isinstance(placement, Replicate):
+            same *= value.device_mesh.size(dimension)
+    return value._local_tensor.numel() * value.itemsize // same
+
+
+# ---------------------------------------------------------------------------------------- at rank 0
+
+
+def merge_plans(part: str, summaries: Mapping[int, DcpSummary]) -> Planned:
+    """DCP's metadata of all ranks' plans, and which of its items each rank writes.
+
+    Raises ``SaveRefused`` if the ranks' values do not make whole tensors.
+    """
+    _check_kinds(part, summaries)
+    _check_per_rank(part, summaries)
+    ranks = sorted(summaries)
+    plans = [summaries[rank].plan for rank in ranks]
+    try:
+        final, metadata = DefaultSavePlanner().create_global_plan(plans)
+    except Exception as error:  # a plain ValueError of torch names no rank
+        raise _refusal(part, summaries, error) from error
+    shares = {}
+    for rank, kept in zip(ranks, final, strict=True):
+        indices = {item.index for item in kept.items}
+        mask = bytes(item.index in indices for item in summaries[rank].plan.items)
+        shares[rank] = zlib.compress(mask, 1)
+    return Planned(pickle.dumps(metadata), pickle.dumps(shares))
+
+
+def _placed(summaries: Mapping[int, DcpSummary]) -> Iterator[tuple[int, WriteItem]]:
+    for rank, summary in summaries.items():
+        for item in summary.plan.items:
+            yield rank, item
+
+
+def _check_kinds(part: str, summaries: Mapping[int, DcpSummary]) -> None:
+    """Refuse a key that is of one kind, size or dtype on a rank, and of another on another one."""
+    kinds: dict[str, dict[Any, int]] = defaultdict(dict)  # the first rank of each
+    for rank, item in _placed(summaries):
+        data = item.tensor_data
+        kind = None if data is None else (tuple(data.size), data.properties.dtype)
+        kinds[item.index.fqn].setdefault(kind, rank)
+    for key, found in kinds.items():
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise SaveRefused(
+                f"part {part!r}: key {key!r} is {_named(one)} on rank {first} and {_named(other)} on "
+                f"rank {second}: give it a name of its own on each, or the same value",
+                part=part,
+                key=key,
+                ranks=(first, second),
+            )
+
+
+def _named(kind: tuple[Any, ...] | None) -> str:
+    if kind is None:
+        return "no tensor"
+    size, dtype = kind
+    return f"a tensor of shape {size} and {dtype}"
+
+
+def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary]) -> None:
+    """Refuse a ``PerRank`` that not every rank of the part gives."""
+    for name in sorted(frozenset().union(*(each.per_rank for each in summaries.values()))):
+        lacking = tuple(r for r, each in summaries.items() if name not in each.per_rank)
+        if lacking:
+            raise SaveRefused(
+                f"part {part!r}: {name!r} is a PerRank, and rank {name_ranks(lacking)} gives none: give "
+                "one on every rank, PerRank(None) where there is nothing to keep",
+                part=part,
+                key=name,
+                ranks=lacking,
+            )
+
+
+def _refusal(part: str, summaries: Mapping[int, DcpSummary], error: Exception) -> SaveRefused:
+    """Names the first tensor whose parts overlap, or do not cover it."""
+    chunks: dict[str, set[Any]] = defaultdict(set)
+    owners: dict[str, list[int]] = defaultdict(list)
+    sizes: dict[str, int] = {}
+    for rank, item in _placed(summaries):
+        if item.tensor_data is not None:
+            key, chunk = item.index.fqn, item.tensor_data.chunk
+            chunks[key].add((tuple(chunk.offsets), tuple(chunk.sizes)))
+            owners[key].append(rank)
+            sizes[key] = item.tensor_data.size.numel()
+    for key, found in chunks.items():
+        there = sum(torch.Size(each).numel() for _, each in found)
+        if there != sizes[key]:
+            said = "only" if there < sizes[key] else "more than once, or"
+            return SaveRefused(
+                f"part {part!r}: key {key!r} has {sizes[key]} elements, and the parts of rank "
+                f"{name_ranks(tuple(owners[key]))} are {said} {there} of them: its mesh has to be made "
+                "of the ranks that save",
+                part=part,
+                key=key,
+                ranks=tuple(owners[key]),
+            )
+    return SaveRefused(f"part {part!r}: torch makes no plan of it: {describe(error)}", part=part)
