@@ -14,6 +14,7 @@ from ckptfsm.dcp.fast_load import Filled, Target
 from ckptfsm.dcp.loading import load_state, survey_state, targets_in
 from ckptfsm.dcp.nested import flat
 from ckptfsm.dcp.planning import DcpPlan, DcpPlans, DcpSummary, merge_plans
+from ckptfsm.dcp.read_back import StateReadBack
 from ckptfsm.dcp.state_format import DriverOptions, Surveyed
 
 
@@ -25,7 +26,7 @@ class DcpStates:
 
     def __init__(self, options: DriverOptions) -> None:
         self._rank, self._ranks, self._files = options.rank, options.ranks, options.files
-        self._plans = DcpPlans()
+        self._plans, self._read_back = DcpPlans(), StateReadBack()
 
     def takes(self, value: Any) -> bool:
         return isinstance(value, (dict, PerRank))
@@ -35,6 +36,7 @@ class DcpStates:
 
     def plan(self, part: str, value: Any) -> DcpPlan:
         state = flat(part, value, self._rank, SaveRefused)
+        self._read_back.check_state(part, state.values)
         return DcpPlan(self._plans.of(part, state), state, self._files)
 
     def merge(self, part: str, summaries: Mapping[int, Any]) -> Planned:

@@ -38,6 +38,7 @@ from ckptfsm.dcp.fast_load import (
 )
 from ckptfsm.dcp.metadata import read_planned
 from ckptfsm.dcp.nested import WHOLE, Flat, flat
+from ckptfsm.dcp.read_back import misfit_of_tensor
 from ckptfsm.dcp.state_format import Surveyed
 
 METADATA = ".metadata"
@@ -139,8 +140,9 @@ def _misfit(key: str, wanted: Flat, stored: Mapping[str, Any]) -> str:
         )
     if not is_stored_tensor:
         return ""
-    if value.is_meta:
-        return f"key {key!r} is on the meta device: materialize it first"
+    odd = misfit_of_tensor(value)
+    if odd:
+        return f"key {key!r}, of type {type(value).__name__}, cannot be filled: {odd}"
     if tuple(value.size()) != tuple(found.size):
         return (
             f"key {key!r}: wanted shape {tuple(value.size())}, the checkpoint has "

@@ -26,9 +26,9 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A state by DCP's keys. ``per_rank``: the keys of ``PerRank`` values, without the rank.
+    """A state by DCP's keys. ``paths`` leads to the place of each value in ``state``, which is nested.
 
-    ``paths`` leads to the place of each value in ``state``, which is nested.
+    ``per_rank``: the keys of the ``PerRank`` values, without the rank.
     """
 
     state: dict[Any, Any]
@@ -38,7 +38,7 @@ class Flat:
 
     def is_tensor(self, key: str) -> bool:
         """False for what is pickled whole."""
-        return key not in self.per_rank and isinstance(self.values[key], torch.Tensor)
+        return isinstance(self.values[key], torch.Tensor)
 
     def put(self, key: str, value: Any) -> None:
         """Put a value in its place in the nested state."""
@@ -70,12 +70,16 @@ def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
         if isinstance(value, Stateful):
             nested[key] = value.state_dict()
     made = Flat(nested, {}, {}, {})
-    for path, value in _leaves((), nested):
+    try:
+        leaves = list(_leaves((), nested))
+    except RecursionError as found:
+        said = f"part {part!r}: its dicts and lists are nested too deeply, or one contains itself"
+        raise error(said, part=part) from found
+    for path, value in leaves:
         key = ".".join(map(str, path))
         if isinstance(value, PerRank):
             name, key = key, f"{key}.rank_{rank}"
             made.per_rank[key] = name
-            value = value.value
         if key in made.values:
             raise error(
                 f"part {part!r}: two values have the key {key!r}, as names are put together with dots: "

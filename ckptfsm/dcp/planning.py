@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
-from ckptfsm.core.parts import Planned
+from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
 from ckptfsm.dcp.images import SMALL_BYTES, Bucket, saved
 from ckptfsm.dcp.nested import Flat
@@ -84,7 +85,7 @@ class DcpPlan:
         """The data of an item: the trainer's tensor itself or a view of it; bytes as a file."""
         value = self.flat.values[item.index.fqn]
         if item.type == WriteItemType.BYTE_IO:
-            return value if isinstance(value, io.BytesIO) else io.BytesIO(saved(value))
+            return io.BytesIO(saved(value.value if isinstance(value, PerRank) else value))
         return _part_of(value, item)
 
     def stage(self, staging: Staging) -> PartJob:
@@ -133,7 +134,7 @@ class _Form(NamedTuple):
 def _form_of(value: torch.Tensor) -> object:
     """Of a tensor that says itself what its items are, a form that equals no other."""
     if not isinstance(value, DTensor):
-        own = hasattr(value, "__create_write_items__")
+        own = hasattr(value, "__create_write_items__") or hasattr(value, "local_shards")
         placed: Any = (value.layout, value.is_contiguous())
     else:
         own = hasattr(value._local_tensor, "__create_write_items__")
@@ -155,12 +156,12 @@ def _items_of(key: str, state: Flat) -> Sequence[WriteItem]:
 
 
 def _part_of(value: torch.Tensor, item: WriteItem) -> torch.Tensor:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.detach()
     if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__get_tensor_shard__"):
         return value._local_tensor.detach()
-    if hasattr(value, "__get_tensor_shard__"):
-        found: torch.Tensor = value.__get_tensor_shard__(item.index)
-        return found.detach()
-    return value.detach()
+    found: torch.Tensor = find_tensor_shard(value, item.index)
+    return found.detach()
 
 
 def _is_small(value: torch.Tensor) -> bool:

@@ -29,9 +29,9 @@ from ckptfsm.dcp.fast_load import (
     targets_by_file,
 )
 from ckptfsm.dcp.nested import WHOLE
+from ckptfsm.dcp.read_back import reason_of
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.per_rank import with_objects
-from ckptfsm.megatron.read_back import reason_of
 
 _METADATA = ".metadata"
 

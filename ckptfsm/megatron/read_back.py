@@ -1,8 +1,7 @@
-"""Reads back what a save would write of plain values and objects, before the save is accepted (I12).
+"""Reads back what a save of Megatron's would write, before the save is accepted (I12).
 
-Torch's loader takes fewer types than ``torch.save``. So the values are pickled, without the data of
-tensors, and loaded again by the loader itself. If the quick look at everything fails, each value is
-saved and loaded as in a restore, and only that may refuse.
+How values and tensors are judged is in ``dcp.read_back``. Here are the loader of ``common.pt``, and
+what megatron-core makes of the places in a state.
 """
 
 from __future__ import annotations
@@ -10,24 +9,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import datetime
-import decimal
-import enum
 import errno
-import fractions
 import io
 import os
 import pickle
-import re
 import tempfile
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence, Set
-from pathlib import Path, PurePath
-from typing import IO, Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-import numpy as np
 import torch
-import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import (
@@ -38,52 +29,37 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent
 from megatron.core.fp8_utils import is_float8tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ckptfsm.adapters.notices import warn_caller
-from ckptfsm.core.errors import (
-    ClassNotKeptWarning,
-    SaveRefused,
-    StorageError,
-    name_ranks,
-    one_line,
-    shorten,
+from ckptfsm.core.errors import ClassNotKeptWarning, SaveRefused, StorageError, name_ranks
+from ckptfsm.dcp.read_back import (
+    WAYS,
+    Found,
+    Misfit,
+    PathInState,
+    Reader,
+    StateReadBack,
+    load_object,
+    load_without_data,
+    name_of,
+    reason_of,
+    refusal,
+    shown,
+    words_of,
 )
-from ckptfsm.dcp.blobs import Holes
+from ckptfsm.dcp.read_back import misfit as misfit_anywhere
 from ckptfsm.disk.stock import COMMON
 
-_NAMED = 4  # values that a refusal names, of those with one way out
-_WAYS_NAMED = 4  # ways out that a refusal names, beside the first
-_WORDS = 160  # characters of a loader's reason
-_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
-_KEY = "x"
 
-Reader = Callable[[IO[bytes]], Any]
-
-
-class Misfit(Exception):
-    """A tensor whose values are not, or not all, in this rank's memory."""
-
-
-class Found(NamedTuple):
-    """A value that cannot be loaded: its place in the state, and the error of saving or loading it."""
-
-    place: str
-    value: Any
-    error: Exception
-
-
-class ReadBack:
+class ReadBack(StateReadBack):
     """Judges whether a restore could load the values of this rank's parts.
 
     ``common_in_shard``: the common state is written as an object, not as ``common.pt``.
     """
 
     def __init__(self, common_in_shard: bool) -> None:
+        super().__init__(misfit)
         self._common_in_shard = common_in_shard
-        self._accepted: dict[tuple[str, Reader], tuple[str, list[Any]] | None] = {}
         self._takes_anything: bool | None = None
         self._told: set[str] = set()  # places of values whose class is not kept
 
@@ -99,18 +75,18 @@ class ReadBack:
         for place, value in written:
             said = misfit_of(value)
             if said:
-                where = f"{_words_of(place)} (key {value.key!r})"
-                raise _refusal(part, [Found(where, value.data, Misfit(said))])
+                where = f"{words_of(place)} (key {value.key!r})"
+                raise refusal(part, [Found(where, value.data, Misfit(said))])
         objects = [
-            (_PathInState(place, value.key, " (object {!r})"), value.data)
+            (PathInState(place, value.key, " (object {!r})"), value.data)
             for place, value in written
             if isinstance(value, ShardedObject)
         ]
         common_reader = load_object if self._common_in_shard else self._load_common
-        self._check(part, walk.plain, common, common_reader)
-        self._check(part, objects, [value for _, value in objects], load_object)
+        self.check_leaves(part, walk.plain, common, common_reader)
+        self.check_leaves(part, objects, [value for _, value in objects], load_object)
         for place, kind in walk.altered:
-            self._tell(f"part {part!r}: {_shown(_words_of(place))}", kind)
+            self._tell(f"part {part!r}: {shown(words_of(place))}", kind)
 
     def _tell(self, where: str, kind: type) -> None:
         """Warn, once for each place, that a value comes back as a plain dict or list."""
@@ -120,34 +96,10 @@ class ReadBack:
         base = "dict" if issubclass(kind, dict) else "list"
         warn_caller(
             ClassNotKeptWarning(
-                f"{where} is a {_name_of(kind)}, and a restore gives a plain {base}: make the "
+                f"{where} is a {name_of(kind)}, and a restore gives a plain {base}: make the "
                 f"{kind.__name__} again from it"
             )
         )
-
-    def _check(
-        self,
-        part: str,
-        leaves: Iterable[tuple[_PathInState | None, Any]],
-        whole: Any,
-        reader: Reader,
-    ) -> None:
-        """Raise unless ``reader`` could load ``whole``, which consists of ``leaves``."""
-        seen = None
-        try:
-            pickled = pickle_of(whole)
-            seen = (pickled.digest(), torch.serialization.get_safe_globals())
-            if self._accepted.get((part, reader)) == seen:
-                return
-            _load_without_data(pickled, reader)
-        except Exception:  # whatever a class raises when it is pickled or loaded
-            if reader == self._load_common:
-                self._know_loader()
-            found = [each for leaf in leaves if (each := _look(*leaf, reader)) is not None]
-            if found:
-                raise _refusal(part, found) from found[0].error
-            torch.save(whole, io.BytesIO(), pickle_module=_Pickling)  # nested too deeply, for one
-        self._accepted[part, reader] = seen
 
     def check_made(
         self, part: str, objects: Iterable[tuple[str, io.BytesIO]], common: Iterable[Path]
@@ -169,12 +121,12 @@ class ReadBack:
     def _check_made(self, part: str, key: str, file: IO[bytes], reader: Reader) -> None:
         try:
             try:
-                _load_without_data(file, reader)
+                load_without_data(file, reader)
             except pickle.UnpicklingError:
                 if reader != self._load_common:
                     raise
-                self._know_loader()
-                _load_without_data(file, reader)
+                self.know_loader(reader)
+                load_without_data(file, reader)
         except StorageError:
             raise
         except Exception as error:  # whatever a class raises when it is loaded
@@ -196,26 +148,16 @@ class ReadBack:
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=False)
 
-    def _know_loader(self) -> None:
-        """Ask megatron-core once whether it takes any class.
+    def know_loader(self, reader: Reader) -> None:
+        """Ask megatron-core once whether its ``common.pt`` may have any class.
 
         Raises ``StorageError`` if the temporary directory is full, which is no value's fault.
         """
-        if self._takes_anything is None:
+        if reader == self._load_common and self._takes_anything is None:
             self._takes_anything = _common_takes_anything()
 
 
 # --------------------------------------------------------------------------------------- loaders
-
-
-def load_object(file: IO[bytes]) -> Any:
-    """Load as torch's planner loads an object of a shard."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.state_dict = {}
-    index, nothing = MetadataIndex(_KEY), torch.Size([0])
-    item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-    planner.load_bytes(item, cast(io.BytesIO, file))
-    return planner.state_dict[_KEY]
 
 
 def _is_written(value: Any) -> bool:
@@ -251,95 +193,27 @@ def _common_takes_anything() -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------- pickles
-
-
-class Pickled(Holes):
-    """The file of ``torch.save`` in memory, without the data of tensors."""
-
-    def digest(self) -> str:
-        hasher = xxhash.xxh3_128()
-        for _, piece in self.pieces:
-            hasher.update(piece)
-        return hasher.hexdigest()
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves plain tensors out, for every loader takes them. Raises ``Misfit`` for a misfit."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
-            raise Misfit(
-                "megatron-core finds it in dicts and lists only, and would save rank 0's for all: take "
-                "it out of the tuple or object"
-            )
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        said = misfit(value)
-        if said:
-            raise Misfit(said)
-        special = type(value) not in (torch.Tensor, torch.nn.Parameter)
-        more = special or value.__dict__ or value._backward_hooks or value.is_mkldnn
-        return NotImplemented if more else (torch.Size, ((),))
-
-
-class _Pickling:
-    """Stands for the module ``pickle`` in ``torch.save``."""
-
-    Pickler = _Pickler
-
-
-def pickle_of(value: Any) -> Pickled:
-    """The pickle of a value, without the data of its tensors. Raises what its classes raise."""
-    file = Pickled()
-    with torch.serialization.skip_data():
-        torch.save(value, cast(IO[bytes], file), pickle_module=_Pickling)
-    return file
-
-
-def _load_without_data(file: Pickled | IO[bytes], reader: Reader) -> None:
-    file.seek(0)
-    with torch.serialization.skip_data():
-        reader(cast(IO[bytes], file))
-
-
-def _problem(value: Any, reader: Reader) -> Exception | None:
-    """The error of saving or loading one value; None if a restore could load it."""
-    try:
-        _load_without_data(pickle_of(value), reader)
-    except Misfit as error:
-        return error
-    except Exception:  # perhaps of a class that needs the data of its tensor
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            reader(file)
-        except Exception as error:
-            return error
-    return None
-
-
 # --------------------------------------------------------------------------------------- tensors
+
+_WAYS: Mapping[str, str] = {
+    **WAYS,
+    "DTensor": (
+        "each rank has a part: give x.full_tensor(), or a ShardedTensor of x.to_local() with the "
+        "offsets of that part"
+    ),
+    "ShardedTensor": "each rank has a part: give a ShardedTensor of megatron-core for it",
+    "FlatParameter": "it has one rank's part of an FSDP module: save FSDP's full state dict",
+}
 
 
 def misfit(value: Any) -> str:
-    """Why the values of a tensor cannot be saved from this rank's memory, and the way out, or ""."""
-    if not isinstance(value, torch.Tensor) or is_float8tensor(value):
-        return ""
-    if torch.nn.parameter.is_lazy(value):
-        return "it is not initialized: run the module once"
-    # a parameter of another class has its values in a plain tensor all the same
-    plain = value.detach() if isinstance(value, torch.nn.Parameter) else value
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter):
-        return f"its values are not in a plain tensor: {_WAYS.get(type(value).__name__, _PLAIN)}"
-    if value.is_meta:
-        return "it is on the meta device and has no values: materialize it first"
-    if getattr(value, "_is_flat_param", False):
-        return "it has one rank's part of an FSDP module: save FSDP's full state dict"
-    if torch._is_functional_tensor(value) or torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return "it exists inside a transformed function only: save outside of that"
-    return ""
+    """Why a value cannot be saved in a pickle, see ``dcp.read_back``."""
+    if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
+        return (
+            "megatron-core finds it in dicts and lists only, and would save rank 0's for all: take it "
+            "out of the tuple or object"
+        )
+    return "" if is_float8tensor(value) else misfit_anywhere(value, _WAYS)
 
 
 def misfit_of(shard: ShardedBase) -> str:
@@ -353,36 +227,7 @@ def misfit_of(shard: ShardedBase) -> str:
     return ""
 
 
-_PLAIN = "give a torch.Tensor with them"
-_WAYS: Mapping[str, str] = {
-    "DTensor": (
-        "each rank has a part: give x.full_tensor(), or a ShardedTensor of x.to_local() with the "
-        "offsets of that part"
-    ),
-    "AsyncCollectiveTensor": "a collective is still running: give x.wait()",
-    "ShardedTensor": "each rank has a part: give a ShardedTensor of megatron-core for it",
-    "FakeTensor": "it has no values: materialize it first",
-}
-
-
-# ---------------------------------------------------------------------------------------- words
-
-
-class _PathInState(NamedTuple):
-    """A place in a state: a step from another place. Put into words only if it is told."""
-
-    before: _PathInState | None
-    step: Any
-    form: str = "[{!r}]"
-
-
-def _words_of(place: _PathInState | None) -> str:
-    steps = []
-    while place is not None:
-        steps.append(place.form.format(place.step))
-        place = place.before
-    return "".join(reversed(steps))
-
+# ---------------------------------------------------------------------------------------- places
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _KEPT = frozenset({dict, list, collections.OrderedDict})  # or nearly: a dict serves for the last
@@ -397,11 +242,11 @@ class _Walk:
     """
 
     part: str
-    plain: list[tuple[_PathInState | None, Any]] = dataclasses.field(default_factory=list)
-    sharded: list[tuple[_PathInState | None, ShardedBase]] = dataclasses.field(default_factory=list)
-    altered: list[tuple[_PathInState | None, type]] = dataclasses.field(default_factory=list)
+    plain: list[tuple[PathInState | None, Any]] = dataclasses.field(default_factory=list)
+    sharded: list[tuple[PathInState | None, ShardedBase]] = dataclasses.field(default_factory=list)
+    altered: list[tuple[PathInState | None, type]] = dataclasses.field(default_factory=list)
 
-    def take(self, place: _PathInState | None, value: Any) -> int:
+    def take(self, place: PathInState | None, value: Any) -> int:
         """Take a value apart. Returns the kinds of the values in it, as bits."""
         if isinstance(value, ShardedBase):
             self.sharded.append((place, value))
@@ -417,25 +262,23 @@ class _Walk:
         self.plain.append((place, value))
         return _PLAIN_KIND
 
-    def _take_dict(self, place: _PathInState | None, value: dict[Any, Any]) -> int:
+    def _take_dict(self, place: PathInState | None, value: dict[Any, Any]) -> int:
         kinds = 0
         for key, child in value.items():
             if isinstance(child, (dict, list)) and not child:
                 if type(child) not in _KEPT:
-                    self.altered.append((_PathInState(place, key), type(child)))
+                    self.altered.append((PathInState(place, key), type(child)))
                 child = {} if isinstance(child, dict) else []  # whatever class it has
-            kinds |= self.take(_PathInState(place, key), child)
+            kinds |= self.take(PathInState(place, key), child)
             if type(key) not in (str, int):
-                self.plain.append((_PathInState(place, key, " key {!r}"), key))
+                self.plain.append((PathInState(place, key, " key {!r}"), key))
         return kinds
 
-    def _take_list(self, place: _PathInState | None, value: list[Any]) -> int:
+    def _take_list(self, place: PathInState | None, value: list[Any]) -> int:
         # megatron-core loads each kind of values as a list of its own, and merges these by position
-        kinds = {
-            self.take(_PathInState(place, number), child) for number, child in enumerate(value)
-        }
+        kinds = {self.take(PathInState(place, number), child) for number, child in enumerate(value)}
         if len(kinds) > 1:
-            where = _words_of(place)
+            where = words_of(place)
             raise SaveRefused(
                 f"part {self.part!r}: the list at {where} has sharded values at some of its places "
                 "only, and would not be loaded as it is: give a dict in its place",
@@ -491,11 +334,11 @@ def check_places(part: str, places: Mapping[int, Places]) -> None:
         where, one, other, _ = clashes[0]
         ranks = tuple(rank for place, _, _, rank in clashes if place == where)
         raise SaveRefused(
-            f"part {part!r}: at {_shown(where)} is {other} on rank {name_ranks(ranks)} and {one} on "
+            f"part {part!r}: at {shown(where)} is {other} on rank {name_ranks(ranks)} and {one} on "
             f"rank {first}, whose plain values are kept for all ranks. So it could not be loaded: give "
             "every rank the same kind of value there, or another name; in the place of a list, a dict",
             part=part,
-            key=_shown(where),
+            key=shown(where),
             ranks=ranks,
         )
 
@@ -516,132 +359,3 @@ def _kind_of(tree: Any, kind: str) -> str:
     if isinstance(tree, list):
         return f"a list of {len(tree)} places"
     return kind if tree is None else "a dict"
-
-
-def _look(start: _PathInState | None, value: Any, reader: Reader) -> Found | None:
-    """The innermost value here that cannot be loaded; None if all can."""
-    error = _problem(value, reader)
-    if error is None:
-        return None
-    place = _words_of(start)
-    seen: set[int] = set()
-    while True:
-        seen.add(id(value))
-        if _is_refused_itself(value, error):
-            break
-        for step, child in _children(value):
-            inner = None if id(child) in seen else _problem(child, reader)
-            if inner is not None:
-                place, value, error = place + step, child, inner
-                break
-        else:
-            break
-    return Found(place, value, error)
-
-
-def _is_refused_itself(value: Any, error: Exception) -> bool:
-    refused = _REFUSED.search(str(error))
-    return refused is not None and refused[1] == _name_of(type(value))
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield f"[{key!r}]", child
-            yield f" key {key!r}", key
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        for number, child in enumerate(value):
-            yield f"[{number}]", child
-    elif not isinstance(value, (type, torch.Tensor)) and not callable(value):
-        for name, child in getattr(value, "__dict__", {}).items():
-            yield f".{name}", child
-
-
-def _name_of(kind: type) -> str:
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _refusal(part: str, found: list[Found]) -> SaveRefused:
-    first, *others = found
-    groups: dict[str, list[Found]] = {_remedy(first): []}
-    for each in others:
-        groups.setdefault(_remedy(each), []).append(each)
-    (way, same), *rest = groups.items()
-    more = f"; the same goes for {_list(same)}" if same else ""
-    more += "".join(f"; for {_list(each)}: {remedy}" for remedy, each in rest[:_WAYS_NAMED])
-    left = sum(len(each) for _, each in rest[_WAYS_NAMED:])
-    more += f"; and {left} more values" if left else ""
-    misfits = isinstance(first.error, Misfit)
-    said = "" if misfits else f"could not be loaded again, as {reason_of(first.error)}: "
-    place = _shown(first.place)
-    return SaveRefused(
-        f"part {part!r}: the value at {place}, of type {_name_of(type(first.value))}, "
-        f"{said}{way}{more}",
-        part=part,
-        key=place,
-    )
-
-
-def _remedy(found: Found) -> str:
-    if isinstance(found.error, Misfit):
-        return f"cannot be saved: {found.error}"
-    return way_out(found.value, found.error)
-
-
-def _list(found: Sequence[Found]) -> str:
-    """The first places of some values, with their types."""
-    shown = [f"{_shown(each.place)} ({_name_of(type(each.value))})" for each in found[:_NAMED]]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"{', '.join(shown)}{more}"
-
-
-def _shown(place: str) -> str:
-    return shorten(one_line(place), _WORDS)
-
-
-def reason_of(error: Exception) -> str:
-    """The reason of a loader in a few words, without the advice and the colours of torch."""
-    refused = _REFUSED.search(str(error))
-    if refused:
-        return f"torch.load does not allow {refused[1]}"
-    lines = [line for line in str(error).splitlines() if line.strip() and "docs/stable" not in line]
-    words = lines[-1].strip() if lines else ""
-    return shorten(one_line(f"{type(error).__name__}: {words}"), _WORDS)
-
-
-_REGISTER = "call torch.serialization.add_safe_globals([{kind}]) wherever you save and restore"
-_WAY_OF: Sequence[tuple[Any, str]] = (
-    (enum.Enum, f"save x.value, or {_REGISTER}"),
-    (np.number, "save x.item()"),
-    (np.bool_, "save x.item()"),
-    ((np.generic, str), "save str(x)"),
-    (np.ndarray, "save torch.from_numpy(x), or x.tolist()"),
-    ((datetime.date, datetime.time), "save x.isoformat()"),
-    (datetime.timedelta, "save x.total_seconds()"),
-    ((decimal.Decimal, fractions.Fraction, uuid.UUID, PurePath), "save str(x)"),
-    (torch.Generator, "save x.get_state()"),
-    (float, "save float(x)"),
-    (int, "save str(x)"),  # one of a thousand digits
-    (Mapping, "save dict(x)"),
-    (collections.deque, "save list(x), and x.maxlen if it has one"),
-    ((Sequence, Set, MappingView), "save list(x)"),
-)
-
-
-def way_out(value: Any, error: Exception) -> str:
-    """Advice: the value to save in the place of one that cannot be loaded."""
-    kind = _name_of(type(value)).rpartition(".")[2]
-    for kinds, way in _WAY_OF:
-        if isinstance(value, kinds):
-            return way.format(kind=kind)
-    if not isinstance(error, pickle.UnpicklingError):
-        return "leave it out, or save what it can be made from"
-    register = _REGISTER.format(kind=kind)
-    if dataclasses.is_dataclass(value):
-        return f"save dataclasses.asdict(x), or {register}"
-    if hasattr(value, "state_dict"):
-        return f"save x.state_dict(), or {register}"
-    made = "save what it can be made from: numbers, text, lists, dicts and tensors"
-    return f"{made}; or {register}" if _is_refused_itself(value, error) else made

@@ -24,12 +24,12 @@ LINES = MappingProxyType(
         "cli": 1770,
         "coordinator": 1980,
         "core": 6800,
-        "dcp": 3400,
+        "dcp": 4300,
         "demo": 810,
         "disk": 4550,
         "follow": 1140,
         "integrations": 4000,
-        "megatron": 3040,
+        "megatron": 2100,
         "ranks": 4420,
         "testing": 2330,
         "views": 1330,
@@ -38,7 +38,7 @@ LINES = MappingProxyType(
 )
 WORDS, PAGES = 54_000, 60  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
-UNTIL_RETURNED, UNTIL_PRUNED = (330, 60), (510, 75)
+UNTIL_RETURNED, UNTIL_PRUNED = (330, 61), (510, 76)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen
 
 

@@ -187,17 +187,6 @@ def test_I12_each_kind_of_value_has_its_own_way_out() -> None:
     assert "['s'][1] (numpy.float64) and 97 more: save x.item()" in said
 
 
-def test_I12_a_refusal_of_many_kinds_is_bounded() -> None:
-    """Catches: a journal line or an exchange as long as the state."""
-    found = [
-        read_back.Found(f"[{n}]", lambda: 1, read_back.Misfit(f"reason {n}"))
-        for n in range(40)
-        for _ in range(40)
-    ]
-    said = str(read_back._refusal("state", found))
-    assert len(said) < 1500 and "and 1400 more values" in said
-
-
 def fake() -> torch.Tensor:
     with FakeTensorMode():
         return torch.ones(4)
@@ -368,15 +357,6 @@ def test_I12_values_that_did_not_change_are_not_loaded_again(
         driver.draft({"state": state(step=step, rng=rng)})
         counts.append(len(loads))
     assert counts == [2, 2, 3, 3]
-
-
-def test_I12_the_data_of_tensors_is_not_copied() -> None:
-    """Catches: a save for which a state is held twice, only to look at it."""
-    big = torch.zeros(1 << 20)
-    marked = torch.nn.Parameter(big)
-    marked.partition_dim = 0  # type: ignore[attr-defined]
-    pickled = read_back.pickle_of({"plain": big, "odd": [torch.nn.Parameter(big), marked]})
-    assert sum(len(piece) for _, piece in pickled.pieces) < 10_000
 
 
 @pytest.mark.skipif(keeps_common_in_shard(), reason="its loader takes any class")
