@@ -25,6 +25,7 @@ class Format:
       says ``every_rank``.
     - ``inside``: the part is a file of its own name, which may lie in the directory of another part.
     - ``grouped``: the ranks of a worker group write the part and complete it themselves.
+    - ``own_keys``: a rank may have keys that others lack.
     - ``stock``: stock loaders read the part, so its metadata are verified as they would judge them.
 
     Names of files, relative to the part's directory:
@@ -42,6 +43,7 @@ class Format:
     by_one: bool = False
     inside: bool = False
     grouped: bool = False
+    own_keys: bool = False
     stock: bool = False
     shards: str = ""
     common: str = ""
@@ -74,7 +76,7 @@ _SHARDS, _COMMON, _METADATA = ".distcp", "common.pt", (".metadata", "metadata.js
 TORCH_DIST = Format(
     "torch_dist", planned=True, stock=True, shards=_SHARDS, common=_COMMON, metadata=_METADATA
 )
-DCP = Format("dcp", planned=True, shards=_SHARDS, metadata=(".metadata",))
+DCP = Format("dcp", planned=True, own_keys=True, shards=_SHARDS, metadata=(".metadata",))
 FOREIGN = Format(
     "foreign",
     foreign=True,

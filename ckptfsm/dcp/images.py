@@ -32,10 +32,12 @@ class Held:
     """Tensors with memory that is read after staging, their names, addresses and versions.
 
     ``promised`` are the storages that stay as they are until the gate; None for all of them.
+    ``watched`` are tensors that are not read later, and whose versions tell of a change of others.
     """
 
     promised: frozenset[int] | None = None
     tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
+    watched: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
     copies: list[torch.Tensor] = field(default_factory=list)
     device: StateCopy | None = None
     gone: bool = False
@@ -57,6 +59,11 @@ class Held:
         self.copies.append(read)
         return mutable
 
+    def watch(self, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        """Watch the version of ``tensor``, if ``memory`` is promised: both change together."""
+        if not self.may_change(memory):
+            self.watched.append((name, tensor, version_of(tensor)))
+
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""
         if self.gone:
@@ -66,16 +73,20 @@ class Held:
                 return f"{name} was moved before the writer had read it"
             if version_of(tensor) != version:
                 return f"{name} was changed before the writer had read it"
+        for name, tensor, version in self.watched:
+            if version_of(tensor) != version:
+                return f"{name} was changed before the writer had read the state"
         if self.device is None:
             return ""
         if self.device.host_copied:  # this was the last look: they may change
-            self.tensors = []
+            self.tensors, self.watched = [], []
         return self.device.changed()
 
     def clear(self) -> None:
         if self.device is not None:
             self.device.let_go()
-        self.tensors, self.copies, self.device, self.gone = [], [], None, True
+        self.tensors, self.watched, self.copies = [], [], []
+        self.device, self.gone = None, True
 
 
 def shards_of(

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, RestoreFailed
@@ -39,6 +38,7 @@ from ckptfsm.dcp.fast_load import (
 from ckptfsm.dcp.metadata import read_planned
 from ckptfsm.dcp.nested import WHOLE, Flat, flat
 from ckptfsm.dcp.read_back import misfit_of_tensor
+from ckptfsm.dcp.shared_memory import local_of
 from ckptfsm.dcp.state_format import Surveyed
 
 METADATA = ".metadata"
@@ -186,11 +186,6 @@ def targets_in(
     apart = apart_in_memory((key, data) for key, (_, data) in values.items())
     found = (_stored(metadata, key, *values[key]) for key in apart)
     return targets_by_file((each for each in found if each), directory, entries)
-
-
-def local_of(value: Any) -> Any:
-    """This rank's part of a DTensor; another value as it is."""
-    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _filled(key: str, offset: tuple[int, ...], data: torch.Tensor) -> Filled:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
-from ckptfsm.dcp.images import SMALL_BYTES, Bucket, saved
+from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, saved
 from ckptfsm.dcp.nested import Flat
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.state_format import Staging, stage_images
@@ -89,7 +89,23 @@ class DcpPlan:
         return _part_of(value, item)
 
     def stage(self, staging: Staging) -> PartJob:
-        return stage_images(staging)
+        job = stage_images(staging)
+        for bucket in staging.buckets:
+            for item, _ in bucket:
+                self._watch(item.index.fqn, staging.held)
+        return job
+
+    def _watch(self, key: str, held: Held) -> None:
+        """Watch what tells of a change that torch does not count.
+
+        An optimizer with ``foreach=True`` changes DTensors without a count, but not its own numbers of
+        steps. With ``foreach=False`` torch counts for the DTensor, and not for this rank's part of it.
+        """
+        value = self.flat.values[key]
+        if isinstance(value, DTensor):
+            held.watch(key, value, value._local_tensor)
+        elif isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+            held.watch(key, value, value)
 
     def let_go(self) -> None:
         self.flat = Flat({}, {}, {}, {})

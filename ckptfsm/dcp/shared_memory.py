@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptfsm.adapters.segments import SharedSegment, is_in_segment
 from ckptfsm.core.errors import ConfigError
@@ -41,6 +42,11 @@ def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
     elif isinstance(state, Iterable) and not isinstance(state, (str, bytes)):
         for value in state:
             yield from _tensors_in(value)
+
+
+def local_of(value: Any) -> Any:
+    """This rank's part of a DTensor; another value as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def move_to_shared_memory(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:

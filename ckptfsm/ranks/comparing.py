@@ -61,11 +61,15 @@ def _facts_of(found: Difference) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked(Sent):
-    """The ranks that are asked for the digests of a part: ``first``, and ``ranks`` that differ."""
+    """The ranks that are asked for the digests of a part: ``first``, and ``ranks`` that differ.
+
+    ``own_keys``: a key that a rank lacks is no difference.
+    """
 
     first: int
     ranks: tuple[int, ...]
     more: int
+    own_keys: bool
 
 
 class Comparison:
@@ -101,9 +105,13 @@ class Comparison:
             if rank == each.first or rank in each.ranks
         }
         answers = self._transport.gather(answer)
-        found: tuple[Difference, ...] = self._transport.broadcast(
-            () if answers is None else (*trees, *_named(asked, answers, self._named))
+        told: tuple[tuple[Difference, ...], list[tuple[str, str]]] = self._transport.broadcast(
+            ((), [])
+            if answers is None
+            else ((*trees, *_named(asked, answers, self._named)), _own_keys(asked, answers))
         )
+        found, own = told
+        self._named.update(own)
         if not self._refuses:
             self._named.update((each.part, each.key) for each in found)
         return found
@@ -131,15 +139,18 @@ class Comparison:
     def _asked(self, proposals: Sequence[Proposal]) -> dict[str, _Asked]:
         """The parts whose digests differ, with the ranks that are asked."""
         given: dict[str, dict[int, int]] = {}
+        own_keys: dict[str, bool] = {}
         for rank, proposal in enumerate(proposals):
             for spec, digest in zip(proposal.specs, proposal.digests, strict=False):
                 given.setdefault(spec.name, {})[rank] = digest
+                own_keys[spec.name] = spec.format.own_keys
         asked = {}
         for part, digests in given.items():
             first = min(digests)
             others = tuple(r for r, digest in digests.items() if digest != digests[first])
             if others:
-                asked[part] = _Asked(first, others[:_ASKED], len(others[_ASKED:]))
+                more = len(others[_ASKED:])
+                asked[part] = _Asked(first, others[:_ASKED], more, own_keys[part])
         return asked
 
     def _trees(self, proposals: Sequence[Proposal]) -> tuple[Difference, ...]:
@@ -167,8 +178,24 @@ def _named(
         own = answers[each.first][part]
         others = {rank: answers[rank][part] for rank in each.ranks}
         keys = dict.fromkeys(key for digests in (own, *others.values()) for key in digests)
+        lacking = set(_own_keys({part: each}, answers))
         for key in keys:
+            if (part, key) in lacking:
+                continue
             ranks = tuple(r for r, digests in others.items() if digests.get(key) != own.get(key))
             if ranks and (part, key) not in known:
                 found.append(Difference(part, key, each.first, ranks, each.more))
+    return found
+
+
+def _own_keys(
+    asked: Mapping[str, _Asked], answers: Sequence[Mapping[str, Digests]]
+) -> list[tuple[str, str]]:
+    """The keys that not every rank has of those asked, where that is no difference."""
+    found = []
+    for part, each in asked.items():
+        if each.own_keys:
+            given = [set[str](answers[rank][part]) for rank in (each.first, *each.ranks)]
+            own: set[str] = set().union(*given) - given[0].intersection(*given)
+            found += [(part, key) for key in sorted(own)]
     return found

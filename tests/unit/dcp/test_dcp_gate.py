@@ -1,0 +1,78 @@
+"""Changes of DTensors that torch does not count, and the memory that an optimizer promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ckptfsm.dcp.driver import StateDraft, StateDriver
+from ckptfsm.dcp.gate import GatedMemory
+from ckptfsm.dcp.state_format import DriverOptions
+
+WIDTH = 256  # of a layer, whose weight is larger than what is copied at once
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Job:
+    """A model of FSDP2 with an optimizer."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (1,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings)
+        self.step()
+
+    def step(self) -> None:
+        self.model(torch.randn(2, WIDTH)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def staged(self, promise: GatedMemory) -> StateDraft:
+        driver = StateDriver(DriverOptions(0, promise=promise))
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+        draft = driver.draft({"state": state})
+        draft.stage("", draft.specs, driver.merge([draft.summary]))
+        return draft
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_step_before_the_gate_is_found(settings: dict[str, bool], attached: bool) -> None:
+    """Catches: a torn checkpoint that is tracked, as torch counts no change of a DTensor's memory."""
+    job, promise = Job(**settings), GatedMemory()
+    if attached:
+        promise.attach(job.optimizer, job.optimizer.register_step_pre_hook(print))
+    else:
+        promise.everything = True
+    draft = job.staged(promise)
+    assert draft.changed() == ""
+    job.model(torch.randn(2, WIDTH))  # a forward pass changes nothing
+    assert draft.changed() == ""
+    job.step()
+    assert "was changed before" in draft.changed()
+
+
+def test_an_attached_optimizer_promises_the_local_parts_of_its_dtensors() -> None:
+    """Catches: all DTensors copied in ``save``, though the optimizer is attached."""
+    job, promise = Job(), GatedMemory()
+    promise.attach(job.optimizer, job.optimizer.register_step_pre_hook(print))
+    held = job.staged(promise).held
+    large = 3 * [WIDTH * WIDTH * 4]  # the first weight and its moments
+    assert [tensor.numel() * 4 for _, tensor, _, _ in held.tensors] == large
+    assert not any(map(held.may_change, (tensor for _, tensor, _, _ in held.tensors)))
