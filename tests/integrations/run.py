@@ -56,6 +56,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
 NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
 NVRX = {"nvidia-resiliency-ext"}
+TRAINERS = ("ray", "verl")  # whose files only their own targets use
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
@@ -195,13 +196,24 @@ class Target:
 
     @property
     def ran_with(self) -> str:
-        """Of the row in ``ran.json``: the integrations, their tests, and what this target is."""
+        """Of the row in ``ran.json``: the integrations, their tests, and what this target is.
+
+        Without the files of other trainers.
+        """
         files = [
             *(ROOT / "ckptfsm/integrations").rglob("*.py"),
             ROOT / "ckptfsm/adapters/versions.py",
             *(ROOT / "tests/integrations").glob("*.py"),
         ]
-        return _digest([self.asked, self.tests], *sorted({*files} - {Path(__file__).resolve()}))
+        others = [trainer for trainer in TRAINERS if not self.name.startswith(trainer)]
+        used = {file for file in files if not any(_is_of(file, other) for other in others)}
+        return _digest([self.asked, self.tests], *sorted(used - {Path(__file__).resolve()}))
+
+
+def _is_of(file: Path, trainer: str) -> bool:
+    """True for a module of one trainer: below a folder of its name, or named after it."""
+    name = file.stem.removeprefix("test_")
+    return file.parent.name == trainer or name == trainer or name.startswith(f"{trainer}_")
 
 
 def _digest(what: object, *files: Path) -> str:
