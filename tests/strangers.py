@@ -10,10 +10,25 @@ from ckptfsm.testing.simfs import SimDisk, SimStorage
 SHARD = "__0_0.distcp"
 
 
+def torch_dist_files() -> dict[str, bytes]:
+    """A torch_dist directory as Megatron-core up to 0.18 leaves it."""
+    return {
+        ".metadata": written_metadata(),
+        "metadata.json": _CONFIG,
+        "common.pt": common_archive(),
+        SHARD: bytes(100),
+    }
+
+
+def dcp_files() -> dict[str, bytes]:
+    """A directory as ``torch.distributed.checkpoint`` leaves it."""
+    return {".metadata": written_metadata("none"), SHARD: bytes(100)}
+
+
 def newer_files() -> dict[str, bytes]:
     """A torch_dist directory as megatron-core 0.19 leaves it: the common state lies in a shard."""
     return {
-        ".metadata": written_metadata(in_shard=True),
+        ".metadata": written_metadata("shard"),
         "metadata.json": _CONFIG,
         _COMMON_SHARD: common_archive(),
         SHARD: bytes(100),
@@ -27,20 +42,18 @@ def stock_saves(
     *,
     tracked: bool = True,
     synced: bool = False,
+    dcp: bool = False,
 ) -> None:
     """A stock trainer saves a step and, if ``tracked``, moves the tracker.
 
-    The trainer fsyncs nothing by itself; ``synced``: the system has done so meanwhile.
+    The trainer fsyncs nothing by itself; ``synced``: the system has done so meanwhile. ``dcp``: it
+    saves with DCP alone, not with Megatron-core.
     """
     storage, name = SimStorage(disk, "stock"), MEGATRON.published_name(step)
     if name not in storage.listdir(""):
         storage.mkdir(name)
-    files = {
-        f"{name}/.metadata": written_metadata(),
-        f"{name}/metadata.json": _CONFIG,
-        f"{name}/common.pt": common_archive(),
-        f"{name}/{SHARD}": shard,
-    }
+    saved = (dcp_files() if dcp else torch_dist_files()) | {SHARD: shard}
+    files = {f"{name}/{file}": data for file, data in saved.items()}
     if tracked:
         files[f"{TRACKER}.stock"] = b"%d" % step
         if f"{TRACKER}.stock" in storage.listdir(

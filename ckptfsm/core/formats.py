@@ -7,6 +7,7 @@ here. So a process without torch can list, verify, publish and delete what a dri
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -76,7 +77,9 @@ _SHARDS, _COMMON, _METADATA = ".distcp", "common.pt", (".metadata", "metadata.js
 TORCH_DIST = Format(
     "torch_dist", planned=True, stock=True, shards=_SHARDS, common=_COMMON, metadata=_METADATA
 )
-DCP = Format("dcp", planned=True, own_keys=True, shards=_SHARDS, metadata=(".metadata",))
+DCP = Format(
+    "dcp", planned=True, own_keys=True, stock=True, shards=_SHARDS, metadata=(".metadata",)
+)
 FOREIGN = Format(
     "foreign",
     foreign=True,
@@ -97,6 +100,12 @@ FORMATS = MappingProxyType(
 def format_of(name: str) -> Format | None:
     """The format of this name; None for one that this version does not have."""
     return FORMATS.get(name)
+
+
+def stock_format(names: Iterable[str]) -> Format:
+    """The format in which stock code wrote a directory with these files: Megatron's has more of them."""
+    own = {TORCH_DIST.common, *TORCH_DIST.metadata} - set(DCP.metadata)
+    return DCP if own.isdisjoint(names) else TORCH_DIST
 
 
 def is_reserved(file: str) -> bool:

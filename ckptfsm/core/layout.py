@@ -52,7 +52,8 @@ LayoutName = Literal["megatron", "verl"]
 class Layout:
     """The naming of step directories in a trainer: all other names are the same for every trainer.
 
-    ``tree`` is the name of the torch_dist directories inside a step's directory, "" if that is one.
+    ``tree`` is the name of the torch_dist directories inside a step's directory; "" if there are none,
+    and the directory itself is the checkpoint.
     """
 
     name: LayoutName

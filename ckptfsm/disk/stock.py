@@ -1,4 +1,7 @@
-"""Decides whether a stock loader would accept a torch_dist directory, from its files alone. No torch.
+"""Decides whether a stock loader would accept a directory, from its files alone. No torch.
+
+The directory is Megatron's (``torch_dist``) if it has a ``metadata.json`` or a ``common.pt``, else in
+the own format of ``torch.distributed.checkpoint`` (``dcp``): shards and their ``.metadata`` alone.
 
 Up to megatron-core 0.18 the state common to all ranks is a file ``common.pt``. From 0.19 on it is
 one object inside a shard, ``common_state/shard_0_1``; a ``common.pt`` beside that would be read
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.formats import TORCH_DIST, Format, stock_format
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.disk.durable import is_about_content
@@ -28,12 +32,14 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 CONTENTS = "ckpt_contents.json"
+UNFINISHED = f"{METADATA}.tmp"
 # For all ranks together: with some 500 bytes an entry, 2 million pieces of tensors.
 MAX_METADATA_BYTES = 1 << 30
 MAX_COMMON_BYTES = 1 << 30  # usually some 100 KB; a trainer may put its whole data loader into it
 MAX_CONFIG_BYTES = 64 << 10  # one line
 MAX_DIMENSIONS = 64
 _TREE_DEPTH = 3  # role/part/tree
+_SHARDED_OBJECT = re.compile(r".*/shard_[0-9.]+_[0-9.]+\Z", re.DOTALL)
 _PLAIN_PATH = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}){0,8}\Z"
 )
@@ -46,8 +52,8 @@ class StockVerdict:
     - ``reason``: "" if acceptable, else the file and its fault.
     - ``files``: the files that a loader needs, relative to the directory, each with its least size
       in bytes.
-    - ``object_keys``: Megatron's ShardedObjects, such as ``rng_state/shard_0.1_1.2`` (key, offset,
-      global shape).
+    - ``object_keys``: the values that are no tensors; of Megatron its ShardedObjects, such as
+      ``rng_state/shard_0.1_1.2`` (key, offset, global shape).
     """
 
     acceptable: bool
@@ -56,57 +62,88 @@ class StockVerdict:
     object_keys: frozenset[str] = frozenset()
 
 
-def inspect_stock(storage: Storage, directory: str, tree: str = "") -> StockVerdict:
-    """Decide whether a stock Megatron-core loader would accept ``directory``.
+def inspect_stock(
+    storage: Storage, directory: str, tree: str = "", known: Format | None = None
+) -> StockVerdict:
+    """Decide whether a stock loader of Megatron-core or of DCP would accept ``directory``.
 
     ``tree`` is the name of the torch_dist directories inside ``directory``, at most three levels
-    down. At least one must exist, and each must be acceptable. With "", ``directory`` is a
-    torch_dist directory itself. An entry of the wrong kind (file, directory, link) is a reason
-    against acceptance.
+    down. At least one must exist, unless ``directory`` itself has a ``.metadata``; each of them must
+    be acceptable. With "", only ``directory`` itself is looked at. ``known`` is its format if a
+    manifest tells it. An entry of the wrong kind (file, directory, link) is a reason against
+    acceptance.
 
     Never raises because of the content; an ``OSError`` about the disk's health passes.
     """
     try:
-        return _inspect_trees(storage, directory, tree) if tree else _inspect(storage, directory)
+        if tree:
+            return _inspect_trees(storage, directory, tree)
+        return _inspect(storage, directory, known)
     except DamagedRoot as error:
         file = error.facts.get("file")
         return StockVerdict(False, f"{file}: {error.message}"[:500].replace("\n", " "))
 
 
-def _inspect(storage: Storage, directory: str) -> StockVerdict:
+def _inspect(storage: Storage, directory: str, known: Format | None = None) -> StockVerdict:
     if _stat(storage, directory, "").kind != "dir":
         raise damaged_file(directory or ".", "not a directory")
-    config = _read(storage, directory, CONFIG, MAX_CONFIG_BYTES)
-    _check_config(config)
+    kind = known or stock_format(_names(storage, directory))
+    small: list[tuple[str, int]] = []
+    if CONFIG in kind.metadata:
+        config = _read(storage, directory, CONFIG, MAX_CONFIG_BYTES)
+        _check_config(config)
+        small.append((CONFIG, len(config)))
     data = _read(storage, directory, METADATA, MAX_METADATA_BYTES)
+    small.append((METADATA, len(data)))
     top = load_metadata_stub(data)
     stored, needed = _storage_entries(top)
     objects = _check_coverage(top, stored)
+    if known is None and not kind.common:
+        _refuse_rest_of_another(storage, directory, top, objects)
     for name, size in needed.items():
         _check_shard(storage, directory, name, size)
-    small = [(CONFIG, len(config)), (METADATA, len(data))]
-    if COMMON_KEY in objects:
+    if kind.common and COMMON_KEY in objects:
         _check_common_object(storage, directory, stored[COMMON_KEY, None])
-    else:
+    elif kind.common:
         common = _read(storage, directory, COMMON, MAX_COMMON_BYTES)
         _check_archive(common, COMMON)
         small.append((COMMON, len(common)))
     return StockVerdict(True, "", (*sorted(needed.items()), *small), objects)
 
 
+def _refuse_rest_of_another(
+    storage: Storage, directory: str, top: Stub, objects: frozenset[str]
+) -> None:
+    """Refuse shards that are not of this ``.metadata``, and torch_dist without ``metadata.json``.
+
+    Megatron's ShardedObjects tell: DCP lists the way to each key of a state (``planner_data``), and
+    Megatron does not have it do so.
+    """
+    if UNFINISHED in _names(storage, directory):
+        raise damaged_file(UNFINISHED, f"beside {METADATA}: a save over this one was cut off")
+    listed = top.get("planner_data")
+    for key in sorted(objects):
+        if _SHARDED_OBJECT.match(key) and not (isinstance(listed, dict) and key in listed):
+            raise damaged_file(CONFIG, f"missing, and {key[:120]!r} is an object of Megatron-core")
+
+
 def _inspect_trees(storage: Storage, directory: str, tree: str) -> StockVerdict:
     """The combined verdict of all trees; files and keys are named from the directory's top."""
     files: list[tuple[str, int]] = []
     objects: set[str] = set()
-    for inner in _trees_in_use(storage, directory, tree):
+    found: list[tuple[str, Format | None]] = []
+    if METADATA in _names(storage, directory):
+        found.append(("", None))
+    found += [(inner, TORCH_DIST) for inner in _trees_in_use(storage, directory, tree)]
+    for inner, known in found:
         try:
-            found = _inspect(storage, join(directory, inner))
+            verdict = _inspect(storage, join(directory, inner), known)
         except DamagedRoot as error:
             raise damaged_file(join(inner, str(error.facts.get("file"))), error.message) from None
-        files += [(join(inner, name), size) for name, size in found.files]
-        objects |= {join(inner, key) for key in found.object_keys}
+        files += [(join(inner, name), size) for name, size in verdict.files]
+        objects |= {join(inner, key) for key in verdict.object_keys}
     if not files:
-        raise damaged_file(directory, f"no {tree} inside")
+        raise damaged_file(directory, f"no {tree} inside, and no {METADATA}")
     return StockVerdict(True, "", tuple(files), frozenset(objects))
 
 
@@ -300,6 +337,8 @@ def _storage_entries(top: Stub) -> tuple[dict[_Place, _Piece], dict[str, int]]:
             raise damaged_file(
                 METADATA, f"names the file {str(name)[:80]!r}, not inside its directory"
             )
+        if not _are_names(info.get("transform_descriptors")):
+            raise damaged_file(METADATA, f"{key[:120]!r} is transformed, and nothing says how")
         stored[key, None if offset is None else _numbers(offset)] = _Piece(name, begin, length)
         needed[name] = max(needed.get(name, 0), begin + length)
     return stored, needed
@@ -367,6 +406,14 @@ def _numbers(value: Any) -> tuple[int, ...]:
     if type(numbers) is not tuple or len(numbers) > MAX_DIMENSIONS:
         raise damaged_file(METADATA, "a torch.Size that is no tuple of dimensions")
     return tuple([_number(n) for n in numbers])
+
+
+def _are_names(value: Any) -> bool:
+    """True for the names of what DCP did to the bytes (compressed, say); None if it did nothing.
+
+    Which of them a loader knows, the files cannot tell.
+    """
+    return value is None or (type(value) is list and all(type(each) is str for each in value))
 
 
 def _is_plain_name(name: Any) -> bool:

@@ -140,8 +140,9 @@ def strangers_in(storage: Storage, name: str, manifest: Manifest) -> tuple[str, 
 def _metadata(storage: Storage, name: str, manifest: Manifest) -> Iterator[str]:
     """The reasons why a stock loader would refuse a part that it reads, without unpickling freely."""
     for part in manifest.parts:
-        if part.spec().format.stock:
-            verdict = inspect_stock(storage, join(name, part.directory))
+        kind = part.spec().format
+        if kind.stock:
+            verdict = inspect_stock(storage, join(name, part.directory), known=kind)
             if not verdict.acceptable:
                 yield f"a stock loader would refuse part {part.name!r}: {verdict.reason}"
 

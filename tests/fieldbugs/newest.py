@@ -67,7 +67,7 @@ class JudgesStock(Player):
     def stock_saves(self, step: int) -> None:
         self.reader().mkdir(f"{step}")
         files = {
-            ".metadata": written_metadata(in_shard=True),
+            ".metadata": written_metadata("shard"),
             "metadata.json": b'{"sharded_backend":"torch_dist"}',
             self.SHARDS[0]: bytes(100),
             self.SHARDS[1]: common_archive(),

@@ -52,7 +52,7 @@ def do_unlease(story: Story) -> None:
 
 
 def do_stock_saves(story: Story, *words: str) -> None:
-    """``stock saves STEP... [untracked] [synced] [precious]``."""
+    """``stock saves STEP... [untracked] [synced] [precious] [dcp]``."""
     for step in (w for w in words if w.isdigit()):
         shard = PRECIOUS if "precious" in words else step.encode().ljust(100, b"\0")
         stock_saves(
@@ -61,6 +61,7 @@ def do_stock_saves(story: Story, *words: str) -> None:
             shard,
             tracked="untracked" not in words,
             synced="synced" in words,
+            dcp="dcp" in words,
         )
 
 

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Holder, Pin, Receipt, decode, encode
@@ -78,6 +78,8 @@ _REPLAY = "PYTHONPATH=tests python -m proof.fuzz"
 BYTES_MORE = 1 << 30
 _STEP = MEGATRON.published_name(30)
 _COMMON_SHARD = "__0_1.distcp"
+Common = Literal["file", "shard", "none"]
+_WAYS = "planner_data"  # to each key in a state: only DCP itself lists them
 _CONFIG = b'{"sharded_backend":"torch_dist","sharded_backend_version":1}'
 _FIRST_SEGMENT = f"{JOURNAL}/{segment_name(1)}"  # the one that seals no other
 
@@ -102,10 +104,11 @@ def _written(path: str) -> bytes:
 
 
 @cache
-def written_metadata(*, in_shard: bool = False) -> bytes:
+def written_metadata(common: Common = "file") -> bytes:
     """The shape of a stock ``.metadata``, pickled without torch: only the names of its classes.
 
-    ``in_shard``: of megatron-core 0.19, which has no ``common.pt``.
+    ``common``: the place of the common state. From megatron-core 0.19 on that is a shard; DCP's own
+    format has none.
     """
     dcp = "torch.distributed.checkpoint"
     size = _call("torch", "Size", _tuple(_int(4), _int(2)))
@@ -116,7 +119,7 @@ def written_metadata(*, in_shard: bool = False) -> bytes:
     )
     blob = _built(f"{dcp}.metadata", "BytesStorageMetadata", {})
     keys = {"w": tensor, "rng/shard_0_1": blob}
-    declared = _dict({**keys, COMMON_KEY: blob} if in_shard else keys)
+    declared = _dict({**keys, COMMON_KEY: blob} if common == "shard" else keys)
     one = _built(f"{dcp}.metadata", "MetadataIndex", {"fqn": _text("w"), "offset": origin})
     two = _built(
         f"{dcp}.metadata", "MetadataIndex", {"fqn": _text("rng/shard_0_1"), "offset": b"N"}
@@ -124,13 +127,15 @@ def written_metadata(*, in_shard: bool = False) -> bytes:
     place = {"relative_path": _text("__0_0.distcp"), "offset": _int(0), "length": _int(100)}
     info = _built(f"{dcp}.filesystem", "_StorageInfo", place)
     stored = one + info + two + info
-    if in_shard:
+    if common == "shard":
         index = {"fqn": _text(COMMON_KEY), "offset": b"N"}
         at = {**place, "relative_path": _text(_COMMON_SHARD), "length": _int(len(common_archive()))}
         stored += _built(f"{dcp}.metadata", "MetadataIndex", index)
         stored += _built(f"{dcp}.filesystem", "_StorageInfo", at)
     stored = b"}(" + stored + b"u"
     top = {"state_dict_metadata": declared, "storage_data": stored}
+    if common == "none":
+        top[_WAYS] = _dict({key: _tuple(_text(key), _int(0)) for key in keys})
     return b"\x80\x02" + _built(f"{dcp}.metadata", "Metadata", top) + b"."
 
 
@@ -426,7 +431,7 @@ _CRAFTED = (
 def _fuzz_stock(rng: random.Random) -> bytes:
     if rng.randrange(100) == 0:
         return rng.choice(_CRAFTED)
-    return mutate_bytes(written_metadata(in_shard=rng.random() < 0.5), rng)
+    return mutate_bytes(written_metadata(rng.choice(get_args(Common))), rng)
 
 
 def _stock_verdict(data: bytes, config: bytes = _CONFIG) -> StockVerdict:
@@ -434,7 +439,8 @@ def _stock_verdict(data: bytes, config: bytes = _CONFIG) -> StockVerdict:
     storage = SimStorage(disk, "reader")
     storage.mkdir("d")
     common = _COMMON_SHARD if COMMON_KEY.encode() in data else COMMON
-    for name, content in ((METADATA, data), (CONFIG, config), (common, common_archive())):
+    files = {METADATA: data, CONFIG: config, common: common_archive()}
+    for name, content in list(files.items())[: 1 if _WAYS.encode() in data else None]:
         disk.plant_file(f"d/{name}", content)
     disk.plant_file("d/__0_0.distcp", bytes(100))
     return inspect_stock(storage, "d")
@@ -702,8 +708,8 @@ def legal_input_problem() -> str:
             TARGETS[name].read(data)
         except Exception as error:  # nothing may be raised
             return f"{name}: what was written is refused: {error}"
-    for in_shard in (False, True):
-        verdict = _stock_verdict(written_metadata(in_shard=in_shard))
+    for common in get_args(Common):
+        verdict = _stock_verdict(written_metadata(common))
         if not verdict.acceptable:
             return f"stock: {verdict.reason}"
     return ""

@@ -219,11 +219,56 @@ def test_F21_a_common_state_in_a_shard_is_looked_at(spoilt: dict[str, bytes], sa
     same step, which a loader would take."""
     disk = SimDisk()
     files = {
-        "d/.metadata": written_metadata(in_shard=True),
+        "d/.metadata": written_metadata("shard"),
         "d/metadata.json": b'{"sharded_backend":"torch_dist"}',
         "d/__0_0.distcp": bytes(100),
         "d/__0_1.distcp": common_archive(),
     }
+    SimStorage(disk, "writer").mkdir("d")
+    for path, data in {**files, **spoilt}.items():
+        disk.plant_file(path, data)
+    verdict = inspect_stock(SimStorage(disk, "reader"), "d")
+    assert verdict.acceptable is (said == "")
+    assert verdict.reason.startswith(said)
+
+
+# ------------------------------------------------------------- a stock checkpoint of DCP by itself
+
+
+_RNG = b"fqnX\x0d\0\0\0rng/shard_0_1"  # where it is stored
+
+
+def _spoilt(old: bytes, new: bytes) -> dict[str, bytes]:
+    """The metadata, with the last ``old`` in it replaced."""
+    before, _, after = written_metadata("none").rpartition(old)
+    return {"d/.metadata": before + new + after}
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({}, ""),
+        (
+            _spoilt(b"fqnX\1\0\0\0w", b"fqnX\1\0\0\0v"),
+            ".metadata: tensor 'w': (0, 0) is stored in no",
+        ),
+        (
+            _spoilt(_RNG, _RNG.replace(b"1", b"2")),
+            ".metadata: object 'rng/shard_0_1' is stored in no",
+        ),
+        (_spoilt(b"__0_0.distcp", b"../0_.distcp"), ".metadata: names the file '../0_.distcp'"),
+        ({"d/__0_0.distcp": bytes(99)}, "__0_0.distcp: truncated"),
+        ({"d/.metadata": written_metadata("file")}, "metadata.json: missing, and 'rng/shard_0_1'"),
+        ({"d/common.pt": common_archive()}, "metadata.json: missing"),
+        ({"d/.metadata.tmp": b""}, ".metadata.tmp: beside .metadata"),
+    ],
+    ids=["whole", "tensor", "object", "outside", "cut", "megatron", "common", "over another"],
+)
+def test_F21_a_checkpoint_of_dcp_is_looked_at(spoilt: dict[str, bytes], said: str):
+    """Catches: a checkpoint with a hole taken for whole; one that leads to files elsewhere; the rest of
+    a torch_dist directory, or of a save over it, that passes for one of DCP."""
+    disk = SimDisk()
+    files = {"d/.metadata": written_metadata("none"), "d/__0_0.distcp": bytes(100)}
     SimStorage(disk, "writer").mkdir("d")
     for path, data in {**files, **spoilt}.items():
         disk.plant_file(path, data)

@@ -14,7 +14,7 @@ from cli_runs import ran, said
 from fakes import fake_ports
 from managers import QUICK
 from real_roots import TREE, crashed, real_job, real_root
-from strangers import newer_files, stock_saves
+from strangers import dcp_files, newer_files, stock_saves
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
@@ -193,19 +193,36 @@ def test_F30_a_name_that_is_not_in_quarantine_is_refused(command, name, rolled_b
     assert (rolled_back / "iter_0000010").exists()
 
 
-def stock(directory) -> None:
+def stock(directory, files=newer_files) -> None:
     directory.mkdir()
-    for name, data in newer_files().items():
+    for name, data in files().items():
         (directory / name).write_bytes(data)
 
 
-def test_adopt_takes_a_directory_that_is_newer_than_the_tracker(tmp_path, capsys):
+@pytest.mark.parametrize("files", (newer_files, dcp_files))
+def test_adopt_takes_a_directory_that_is_newer_than_the_tracker(files, tmp_path, capsys):
     root = real_root(tmp_path / "root", 10)
-    stock(root / "iter_0000040")
+    stock(root / "iter_0000040", files)
     assert latest(capsys, root) == "A start would resume from step 10."
     out = said(capsys, "adopt", "iter_0000040", "-r", root)
     assert "step 40 is in service; the latest is step 40" in out
     assert latest(capsys, root) == "A start would resume from step 40."
+    assert said(capsys, "verify", "-r", root).startswith("step 40: good in form")
+    (root / "iter_0000040/__0_0.distcp").write_bytes(b"torn")
+    status, out, _ = ran(capsys, "verify", "-r", root)
+    assert status == 1 and "iter_0000040: __0_0.distcp: truncated" in out
+
+
+@pytest.mark.parametrize("name", ("iter_0000040", "global_step_40"))
+def test_a_root_of_dcp_alone_is_read_adopted_and_verified(name, tmp_path, capsys):
+    """Catches: a run of FSDP2 whose root no command can read, or that cannot be taken into service."""
+    (tmp_path / "root").mkdir()
+    stock(tmp_path / "root" / name, dcp_files)
+    assert "40  unknown" in said(capsys, "ls", "-r", tmp_path / "root")
+    assert said(capsys, "verify", tmp_path / "root" / name).startswith(f"{name}: good in form")
+    said(capsys, "adopt", name, "-r", tmp_path / "root")
+    assert "pin: adopted" in said(capsys, "ls", "-r", tmp_path / "root")
+    assert said(capsys, "verify", "-r", tmp_path / "root").startswith("step 40: good in form")
 
 
 def test_adopt_moves_a_directory_from_outside_into_the_root(tmp_path, capsys):

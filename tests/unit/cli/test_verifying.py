@@ -10,9 +10,11 @@ import pytest
 from cli_runs import ran, said
 from real_roots import TREE, real_job, real_root
 from rich.progress import Progress
-from strangers import newer_files
+from strangers import dcp_files, newer_files, torch_dist_files
 
 from ckptfsm.cli import verifying
+from ckptfsm.core.documents import FileEntry, Manifest, Part, encode_sealed
+from ckptfsm.core.layout import MANIFEST
 from ckptfsm.disk import verification
 
 SHARD = "iter_0000020/__0_0.distcp"
@@ -140,6 +142,37 @@ def test_metadata_that_no_stock_loader_takes_is_found(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("kind", "length", "reason"),
+    (
+        ("dcp", 100, ""),
+        ("dcp", 99, "part 'state': __0_0.distcp: truncated"),
+        ("torch_dist", 100, "part 'state': metadata.json: missing"),
+    ),
+)
+def test_a_part_is_judged_by_the_format_that_its_manifest_names(
+    kind, length, reason, tmp_path, capsys
+):
+    """Catches: a part of DCP that nobody looks into, or is taken for Megatron's by the names of its
+    keys; a part of Megatron's without its metadata that passes for one of DCP."""
+    place, names = tmp_path / "iter_0000040", (".metadata", "__0_0.distcp")
+    data = dict(zip(names, (torch_dist_files()[".metadata"], bytes(length)), strict=True))
+    files = tuple(FileEntry(name=name, bytes=len(data[name])) for name in names)
+    manifest = Manifest(
+        step=40,
+        epoch=1,
+        attempt=1,
+        world_size=1,
+        parts=(Part(name="state", kind=kind),),
+        files=files,
+    )
+    (place / ".ckptfsm").mkdir(parents=True)
+    for name, content in {**data, MANIFEST: encode_sealed(manifest)}.items():
+        (place / name).write_bytes(content)
+    status, out, _ = ran(capsys, "verify", place)
+    assert (status, reason in out) == (int(bool(reason)), True)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     (
         (("30",), "step 30 is not tracked"),
@@ -220,12 +253,13 @@ def test_a_copy_far_from_its_root_is_judged_by_its_manifest(name, root, tmp_path
     assert sorted(copy.rglob("*")) == before
 
 
-def test_a_copy_of_stock_code_is_judged_in_its_form(tmp_path, capsys):
+@pytest.mark.parametrize(("files", "number"), ((newer_files, 4), (dcp_files, 2)))
+def test_a_copy_of_stock_code_is_judged_in_its_form(files, number, tmp_path, capsys):
     stock = tmp_path / "iter_0000040"
     stock.mkdir()
-    for name, data in newer_files().items():
+    for name, data in files().items():
         (stock / name).write_bytes(data)
-    assert said(capsys, "verify", stock).startswith("iter_0000040: good in form, 4 files")
+    assert said(capsys, "verify", stock).startswith(f"iter_0000040: good in form, {number} files")
     (stock / ".metadata").unlink()
     assert ran(capsys, "verify", stock)[0] == 1
 

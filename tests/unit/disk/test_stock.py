@@ -1,6 +1,7 @@
 """The promises of ``inspect_stock``: real checkpoints in, everything broken or hostile out.
 
-The checkpoint is written once by stock Megatron-core; each test breaks one thing in a copy.
+The checkpoint is written once by stock Megatron-core, or by DCP alone; each test breaks one thing in
+a copy.
 """
 
 from __future__ import annotations
@@ -67,6 +68,59 @@ def _save_stock(directory: Path) -> None:
     dist_checkpointing.save(state, str(directory))
 
 
+def _save_stock_dcp(directory: Path) -> None:
+    """The same state by DCP's own planner and writer, as two ranks of FSDP2 write it."""
+    import torch
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+    both = {
+        "w.whole": torch.arange(12.0).reshape(3, 4),
+        "w.half": torch.ones(4, dtype=torch.bfloat16),
+        "w.scalar": torch.tensor(3),
+        "w.nothing": torch.ones(0, 4),
+        "step": 5,
+    }
+    planners, plans = [], []
+    for rank in range(2):
+        own = {f"rng_state/shard_0.{rank}_1.2": torch.get_rng_state().tolist()}
+        split = {name: _shard_of(torch.ones(n, 2), rank) for name, n in _SPLIT.items()}
+        planners.append(DefaultSavePlanner())
+        planners[-1].set_up_planner({**both, **own, **split}, is_coordinator=rank == 0)
+        plans.append(planners[-1].create_local_plan())
+    plans, metadata = planners[0].create_global_plan(plans)
+    writer = FileSystemWriter(str(directory))
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).wait()
+        for planner, plan in zip(planners, writer.prepare_global_plan(plans), strict=True)
+    ]
+    writer.finish(metadata, results)
+
+
+_SPLIT = {"w.split": 8, "w.uneven": 1}  # rows; the second rank has none of the latter
+
+
+def _shard_of(whole: Any, rank: int) -> Any:
+    """The rows of a rank, with the protocol by which a DTensor tells DCP where they belong."""
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    rows = -(-len(whole) // 2)
+    part = whole[rank * rows : (rank + 1) * rows].clone()
+    begin = torch.Size([min(rank * rows, len(whole)), 0])
+    chunk = ChunkStorageMetadata(begin, part.size())
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), whole.size())
+    part.__create_write_items__ = lambda name, _: [
+        WriteItem(MetadataIndex(name, begin), WriteItemType.SHARD, tensor_data=data)
+    ]
+    part.__get_tensor_shard__ = lambda _: part
+    return part
+
+
 def keep_common(directory: Path, place: str) -> None:
     """Move what all ranks have in common to where another megatron-core keeps it.
 
@@ -101,11 +155,25 @@ def keep_common(directory: Path, place: str) -> None:
 
 @pytest.fixture(scope="module")
 def common(request: pytest.FixtureRequest) -> str:
-    """Where the common state lies: megatron-core keeps it in a shard from 0.19 on."""
+    """Where the common state lies: megatron-core keeps it in a shard from 0.19 on; DCP has "none"."""
     return getattr(request, "param", "file")
 
 
-both = pytest.mark.parametrize("common", ["file", "shard"], indirect=True, scope="module")
+def of(*commons: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("common", commons, indirect=True, scope="module")
+
+
+both, formats, every = of("file", "shard"), of("file", "none"), of("file", "shard", "none")
+FILES = {
+    **dict.fromkeys(("file", "shard"), ("shard", ".metadata", "metadata.json", "common")),
+    "none": ("shard", ".metadata"),
+}
+each_file = pytest.mark.parametrize(
+    ("common", "name"),
+    [(common, name) for common, names in FILES.items() for name in names],
+    indirect=["common"],
+    scope="module",
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +186,10 @@ def stock_root(tmp_path_factory: pytest.TempPathFactory, common: str) -> Iterato
 
     root = tmp_path_factory.mktemp("stock")
     (root / STEP).mkdir()
+    if common == "none":
+        _save_stock_dcp(root / STEP)
+        yield root
+        return
     mine = not torch.distributed.is_initialized()
     if mine:
         torch.distributed.init_process_group(
@@ -192,13 +264,13 @@ def common_piece(directory: Path) -> tuple[str, int, int]:
 # --------------------------------------------------------------------------------- accepted
 
 
-@both
+@every
 def test_a_real_checkpoint_is_accepted_with_its_files_and_keys(stock_root: Path) -> None:
     # Catches: a global or opcode of real files that is missing from the tables.
     verdict = verdict_of(stock_root / STEP)
     assert verdict.acceptable, verdict.reason
     assert verdict.reason == ""
-    assert verdict.object_keys - {COMMON_KEY} == OBJECTS
+    assert verdict.object_keys - {COMMON_KEY, "step"} == OBJECTS
     on_disk = {p.name: p.stat().st_size for p in (stock_root / STEP).iterdir()}
     assert dict(verdict.files) == on_disk
 
@@ -239,6 +311,85 @@ def test_a_path_that_is_not_utf_8_is_read(copy: Path, protocol: int) -> None:
         metadata.storage_meta.checkpoint_id = place
         (copy / ".metadata").write_bytes(pickle.dumps(metadata, protocol=protocol))
         assert verdict_of(copy).acceptable, verdict_of(copy).reason
+
+
+def dcp_saves(directory: Path, **options: Any) -> None:
+    """A state of many kinds by stock DCP, on one rank and without a process group."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    layers = [torch.ones(2), {"lr": 0.1}]
+    state = {"w": torch.ones(3, 4), "s": torch.tensor(3.0), "none": torch.ones(0), "l": layers}
+    if "async" in options:
+        writer = dcp.FileSystemWriter(str(directory))
+        dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+        return
+    if "empty" in options:
+        state = {}
+    writer = dcp.FileSystemWriter(str(directory), **options.get("writer", {}))
+    planner = dcp.DefaultSavePlanner(**options.get("planner", {}))
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def mirrored(directory: Path) -> None:
+    """Each stream of bytes goes through an extension, as for compression."""
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
+
+    class Mirror(StreamTransformExtension):
+        registry_name = staticmethod(lambda: "stream.mirror")
+        from_descriptor = staticmethod(lambda version: Mirror())
+        get_descriptor = transform_to = transform_from = lambda self, stream="stream.mirror/1": (
+            stream
+        )
+
+    dcp_saves(directory, writer={"_extensions": [Mirror()]})
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        dcp_saves,
+        lambda directory: dcp_saves(directory, **{"async": True}),
+        lambda directory: dcp_saves(directory, empty=True),
+        lambda directory: dcp_saves(directory, writer={"single_file_per_rank": False}),
+        lambda directory: dcp_saves(directory, writer={"thread_count": 2, "sync_files": False}),
+        lambda directory: dcp_saves(directory, planner={"flatten_state_dict": False}),
+        lambda directory: dcp_saves(directory, planner={"enable_plan_caching": True}),
+        mirrored,
+    ],
+    ids=["one", "async", "empty", "many files", "threads", "not flat", "cached", "transformed"],
+)
+def test_what_stock_dcp_saves_is_accepted(tmp_path: Path, save: Callable[[Path], None]) -> None:
+    """Catches: a run of FSDP2 or torchtitan that cannot be adopted, for the way in which it saves."""
+    for step in (tmp_path / STEP, tmp_path / "global_step_5"):
+        save(step)
+        verdict = verdict_of(step, "dist_ckpt" if step.name.startswith("global") else "")
+        assert verdict.acceptable, verdict.reason
+        assert set(dict(verdict.files)) <= {p.name for p in step.iterdir()}
+
+
+def test_a_save_over_another_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    """Catches: the metadata of an older save beside shards of one that was killed before its rename."""
+    dcp_saves(tmp_path / STEP)
+    shutil.copy(tmp_path / STEP / ".metadata", tmp_path / STEP / ".metadata.tmp")
+    refused(tmp_path / STEP, ".metadata.tmp", "cut off")
+
+
+def test_a_rank_that_saves_for_itself_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """Catches: the metadata of one rank taken for that of all; stock's loader looks for it by rank."""
+    dcp_saves(tmp_path / STEP)
+    (tmp_path / STEP / ".metadata").rename(tmp_path / STEP / "__0.metadata")
+    refused(tmp_path / STEP, ".metadata", "missing")
+
+
+@both
+def test_torch_dist_without_its_own_files_is_not_plain_dcp(copy: Path, common: str) -> None:
+    """Catches: a Megatron checkpoint without its common state that is resumed from as one of DCP."""
+    (copy / "metadata.json").unlink()
+    refused(copy, "metadata.json", "missing")
+    (copy / "common.pt").unlink(missing_ok=True)
+    key = COMMON_KEY if common == "shard" else min(OBJECTS)
+    refused(copy, "metadata.json", "missing", key, "Megatron-core")
 
 
 def test_the_classes_of_older_megatron_are_accepted(copy: Path) -> None:
@@ -282,7 +433,7 @@ class CountingStorage(PosixStorage):
         return super().stat(path)
 
 
-@both
+@every
 def test_each_file_is_statted_once(stock_root: Path) -> None:
     storage = CountingStorage(str(stock_root))
     assert inspect_stock(storage, STEP).acceptable
@@ -293,20 +444,21 @@ def test_each_file_is_statted_once(stock_root: Path) -> None:
 # ------------------------------------------------------------------------------ broken files
 
 
+@formats
 def test_F21_shard_truncated_by_one_byte(copy: Path) -> None:
-    shard = first_shard(copy)
+    shard = max(copy.glob("*.distcp"))
     os.truncate(shard, shard.stat().st_size - 1)
     refused(copy, shard.name, "truncated")
 
 
+@formats
 def test_F21_shard_that_is_longer_is_accepted(copy: Path) -> None:
     with first_shard(copy).open("ab") as file:
         file.write(b"more")
     assert verdict_of(copy).acceptable
 
 
-@both
-@pytest.mark.parametrize("name", ["shard", ".metadata", "metadata.json", "common"])
+@each_file
 def test_F16_no_file_may_be_a_symlink(copy: Path, name: str) -> None:
     path = named(copy, name)
     away = copy.parent / "away"
@@ -320,12 +472,12 @@ def test_F16_the_directory_may_not_be_a_symlink(copy: Path) -> None:
     refused(copy.parent / "link", "link")
 
 
+@formats
 def test_F19_missing_directory(copy: Path) -> None:
     refused(copy.parent / "iter_0000099", "iter_0000099", "missing")
 
 
-@both
-@pytest.mark.parametrize("name", ["shard", ".metadata", "metadata.json", "common"])
+@each_file
 @pytest.mark.parametrize("how", ["missing", "empty", "regular"])
 def test_F19_each_file_must_be_there(copy: Path, name: str, how: str) -> None:
     path = named(copy, name)
@@ -338,9 +490,8 @@ def test_F19_each_file_must_be_there(copy: Path, name: str, how: str) -> None:
     refused(copy, path.name, how)
 
 
-@both
+@each_file
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("name", [".metadata", "common"])
 def test_F21_truncated(copy: Path, name: str, fraction: float) -> None:
     path = named(copy, name)
     os.truncate(path, int(path.stat().st_size * fraction))
@@ -425,6 +576,7 @@ def test_metadata_json_may_leave_the_defaults_out(copy: Path) -> None:
 # ---------------------------------------------------------------------- metadata that is wrong
 
 
+@formats
 @pytest.mark.parametrize(
     "name",
     [
@@ -448,6 +600,7 @@ def test_F30_relative_path_must_be_plain(copy: Path, name: Any) -> None:
     refused(copy, ".metadata", "not inside")
 
 
+@formats
 @pytest.mark.parametrize("key", sorted(OBJECTS | TENSORS))
 def test_F21_everything_declared_must_be_stored(copy: Path, key: str) -> None:
     def change(metadata: Any) -> None:
@@ -479,11 +632,13 @@ def another_dimension(metadata: Any) -> None:
     metadata.state_dict_metadata["w.split"].chunks[0].sizes = torch.Size([4])
 
 
+@formats
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         *((piece(f, v), ()) for f in ("offset", "length") for v in (-1, 1 << 63, 1.5, "8", None)),
         *((piece(f, True), ()) for f in ("offset", "length")),
+        *((piece("transform_descriptors", v), ("how",)) for v in ("zstd", [1], 7)),
         *((resized("w.whole", size), ("torch.Size",)) for size in ([1] * 65, 7, None, "12")),
         (resized("w.split", [7, 2]), ("w.split", "outside")),
         (another_dimension, ("w.split", "dimension")),
@@ -507,11 +662,13 @@ def test_F21_F30_metadata_that_cannot_be_is_refused(
     refused(copy, ".metadata", *words)
 
 
+@formats
 def test_F21_a_huge_length_is_a_truncated_shard(copy: Path) -> None:
     edit_metadata(copy, piece("length", (1 << 63) - 1))
     assert "truncated" in verdict_of(copy).reason
 
 
+@formats
 @pytest.mark.parametrize("value", [None, {}, [1], "Metadata"])
 def test_F30_a_pickle_of_something_else(copy: Path, value: Any) -> None:
     (copy / ".metadata").write_bytes(pickle.dumps(value))
@@ -710,6 +867,7 @@ class FailingStorage(PosixStorage):
         raise OSError(5, "Input/output error")
 
 
+@formats
 def test_a_failing_disk_is_no_verdict(stock_root: Path) -> None:
     """Catches: a good checkpoint called damaged because the disk could not be read just then."""
     with pytest.raises(OSError, match="error") as caught:
@@ -720,6 +878,7 @@ def test_a_failing_disk_is_no_verdict(stock_root: Path) -> None:
 # -------------------------------------------------------------------------------------- fuzz
 
 
+@formats
 @settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -844,16 +1003,19 @@ def _set(path: str) -> Callable[[dict[str, Any]], None]:
         lambda role: shutil.rmtree(role / "optimizer"),
         lambda role: (shutil.rmtree(role / "model"), (role / "model").symlink_to("optimizer")),
         lambda role: (shutil.rmtree(role), role.symlink_to("actor")),
+        lambda role: (shutil.rmtree(role / "model"), dcp_saves(role / "model/dist_ckpt")),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_a_role_that_was_cut_off_is_not_accepted(copy: Path, spoil: Callable[[Path], Any]) -> None:
     """Catches: resuming from a step with a critic that is missing, in half, or somewhere else. A
     hostile list that keeps the whole root from being opened (F30)."""
     step = verl_step(copy, "actor", "critic")
     spoil(step / "critic")
-    verdict = verdict_of_verl(step)
-    assert not verdict.acceptable and verdict.reason
+    for _ in range(2):
+        verdict = verdict_of_verl(step)
+        assert not verdict.acceptable and verdict.reason
+        dcp_saves(step)  # a whole checkpoint above them makes them no better
 
 
 # ------------------------------------------------------------------------------------- adoption
@@ -863,6 +1025,8 @@ def a_run_of(trainer: str, copy: Path) -> Path:
     """The root of a stock run: one that can be loaded, a partial one, one newer than the tracker."""
     if trainer == "megatron":
         loadable, name = copy, "iter_{:07d}"
+    elif trainer == "global_step":
+        loadable, name = copy.rename(copy.parent / "global_step_5"), "global_step_{}"
     else:
         loadable = verl_step(copy, "actor", "critic", split=trainer == "verl-0.9")
         shutil.rmtree(copy)
@@ -877,12 +1041,21 @@ def a_run_of(trainer: str, copy: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "verl-0.7", "verl-0.9"])
+@pytest.mark.parametrize(
+    ("trainer", "common"),
+    [
+        *(("megatron", common) for common in ("file", "none")),
+        *(("global_step", common) for common in ("file", "none")),
+        *((verl, "file") for verl in ("verl-0.7", "verl-0.9")),
+    ],
+    indirect=["common"],
+    scope="module",
+)
 def test_adoption_moves_no_byte(copy: Path, trainer: str) -> None:
     """Catches: a file of a user's only checkpoint that is written, copied, linked or renamed."""
     root = a_run_of(trainer, copy)
     before = files_of(root)
-    assert len(before) > 7
+    assert len(before) > 6
     layout = "megatron" if trainer == "megatron" else "verl"
     for _ in range(2):
         with Manager(fake_ports(root), make_config({"layout": layout})) as manager:
