@@ -44,9 +44,11 @@ METADATA_GLOBALS = frozenset(
         ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),  # 0.15
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),  # DCP's own writer notes where it wrote
+        ("pathlib._local", "PosixPath"),  # the same, Python 3.13
     ]
 )
-# A stock save leaves its plans and its path besides.
+# A stock save of Megatron-core leaves its plans besides.
 ALLOWED_GLOBALS = METADATA_GLOBALS | {
     (f"{_DCP}.filesystem", "_StoragePrefix"),  # in a local plan that was cached and reused
     (f"{_DCP}.planner", "SavePlan"),
@@ -55,8 +57,6 @@ ALLOWED_GLOBALS = METADATA_GLOBALS | {
     (f"{_DCP}.planner", "TensorWriteData"),
     (f"{_DCP}.planner", "BytesIOWriteData"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),  # up to 0.15
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # the same, Python 3.13
     *(("torch", name) for name in _DTYPES),
 }
 # Early releases of Python 3.11 pickle a member of an enumeration as a call of ``getattr``.

@@ -360,11 +360,15 @@ def mirrored(directory: Path) -> None:
     ids=["one", "async", "empty", "many files", "threads", "not flat", "cached", "transformed"],
 )
 def test_what_stock_dcp_saves_is_accepted(tmp_path: Path, save: Callable[[Path], None]) -> None:
-    """Catches: a run of FSDP2 or torchtitan that cannot be adopted, for the way in which it saves."""
+    """Catches: a run of FSDP2 or torchtitan that cannot be adopted, or not be restored once it was, for
+    the way in which it saves."""
+    from ckptfsm.dcp.metadata import read_planned
+
     for step in (tmp_path / STEP, tmp_path / "global_step_5"):
         save(step)
         verdict = verdict_of(step, "dist_ckpt" if step.name.startswith("global") else "")
         assert verdict.acceptable, verdict.reason
+        read_planned((step / ".metadata").read_bytes())  # what a restore reads it with
         assert set(dict(verdict.files)) <= {p.name for p in step.iterdir()}
 
 
