@@ -51,51 +51,64 @@ class Copied(_Known):
 
 
 @dataclass(frozen=True, slots=True)
-class Patch(Sent):
-    """The fields of a blob's tail that depend on the data. Positions count from the tail's first byte.
+class SerializationId(Sent):
+    """The fields of the last record of a file of ``torch.save``. Positions are those of a ``Patch``.
 
-    A blob of ``torch.save`` is a zip archive: ``head | data | tail``. The CRC-32 of the data stands
-    behind the data (data descriptor) and in the central directory. The last record, the serialization
-    id, has 40 digits: a hash of the records' names, then a hash of their CRC-32s. So the id and its
-    CRC-32 depend on the data too. Source: ``PyTorchStreamWriter`` of torch 2.x
-    (caffe2/serialize/inline_container.cc).
+    Its content has 40 digits: a hash of the records' names, then a hash of their CRC-32s.
 
-    - ``data_crcs``, ``id_crcs``: the places of the CRC-32 of the data, and of the id record.
-    - ``id_at``: the place of the id's 40 digits; ``id_names`` are the first 20 of them.
-    - ``crcs``: the CRC-32 of every record before the id, in file order; None for the data.
+    - ``at``: the place of the digits; ``names`` are the first 20 of them.
+    - ``crcs_at``: the places of the CRC-32 of the digits.
+    - ``crcs``: the CRC-32 of every record before that has bytes, in file order; None for data.
     """
 
-    data_crcs: tuple[int, ...]
-    id_at: int
-    id_names: bytes
-    id_crcs: tuple[int, ...]
+    at: int
+    names: bytes
+    crcs_at: tuple[int, ...]
     crcs: tuple[int | None, ...]
 
-    def applied(self, tail: bytes, crc: int) -> bytes:
-        """``tail`` for data with this CRC-32."""
+
+@dataclass(frozen=True, slots=True)
+class Patch(Sent):
+    """The fields of a piece that depend on data before it. Positions count from its first byte.
+
+    A file of ``torch.save`` is a zip archive. A record's CRC-32 stands behind it (data descriptor), and
+    in the central directory at the end of the file. The serialization id depends on those of all
+    records. Source: ``PyTorchStreamWriter`` of torch 2.x (caffe2/serialize/inline_container.cc).
+
+    ``data_crcs``: the places of CRC-32s of data, each with a number: 1 for the last data before the
+    piece, 2 for those before that. ``id`` is None in a piece without the id.
+    """
+
+    data_crcs: tuple[tuple[int, int], ...]
+    id: SerializationId | None = None
+
+    def applied(self, tail: bytes, crcs: Sequence[int]) -> bytes:
+        """``tail`` behind data with these CRC-32s, which may begin before the file's own."""
         made = bytearray(tail)
-        for position in self.data_crcs:
-            _CRC.pack_into(made, position, crc)
-        digits = self.id_names + b"%020d" % combined(self.crcs, crc)
-        made[self.id_at : self.id_at + len(digits)] = digits
-        id_crc = zlib.crc32(digits)
-        for position in self.id_crcs:
-            _CRC.pack_into(made, position, id_crc)
+        for position, before in self.data_crcs:
+            _CRC.pack_into(made, position, crcs[-before])
+        if self.id is not None:
+            digits = self.id.names + b"%020d" % combined(self.id.crcs, crcs)
+            made[self.id.at : self.id.at + len(digits)] = digits
+            for position in self.id.crcs_at:
+                _CRC.pack_into(made, position, zlib.crc32(digits))
         return bytes(made)
 
 
-def combined(crcs: tuple[int | None, ...], crc: int) -> int:
-    """The hash of the records' CRC-32s, as torch combines them; None stands for ``crc``."""
-    value = 0
-    for each in crcs:
-        added = (crc if each is None else each) + 0x9E3779B9 + (value << 6) + (value >> 2)
+def combined(records: Sequence[int | None], crcs: Sequence[int]) -> int:
+    """The hash of the records' CRC-32s, as torch combines them; the last of ``crcs`` are the Nones'."""
+    value, before = 0, records.count(None)
+    for each in records:
+        if each is None:
+            each, before = crcs[-before], before - 1
+        added = each + 0x9E3779B9 + (value << 6) + (value >> 2)
         value = (value ^ added) & _MASK
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class BlobTail(_Known):
-    """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
+    """What follows data in a blob. ``patch`` fills in the fields that depend on the data before it."""
 
     patch: Patch
 

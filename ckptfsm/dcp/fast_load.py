@@ -263,7 +263,7 @@ def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Blob | None:
     """The blob of such a tensor as torch writes it now; None if that is in an unknown way."""
     try:
         made = make_template(torch.empty(shape, dtype=dtype))  # untouched, so it costs nothing
-        return Blob(made.head, len(made.head) + made.data_bytes + len(made.tail))
+        return Blob(made.head, made.size)
     except Exception:  # any surprise in the format of a new torch
         return None
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from ckptfsm.core.images import BlobTail, Copied, Image, Literal, Memory, Piece, image_of
+from ckptfsm.core.images import Copied, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import join
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import StateCopy, version_of
@@ -120,17 +120,30 @@ def blob_of(name: str, value: Any, templates: Templates, held: Held) -> list[Pie
     template = templates.of(host)
     if template is None:
         return [Literal(saved(host if slot is None else exact(to_host(value))))]
-    address, size = host.untyped_storage().data_ptr(), template.data_bytes
-    data: Piece
-    if held.device is not None and slot is not None:
-        held.device.add(name, value, slot, first=size < SMALL_BYTES or held.may_change(value))
-        data = Memory(address, size, mutable=False)
-    elif size < SMALL_BYTES:
-        data = Copied(ctypes.string_at(address, size))
-    else:
-        mutable = held.add(name, value, host)
-        data = Memory(address, size, mutable=mutable, early=mutable and held.may_change(value))
-    return [Literal(template.head), data, BlobTail(template.tail, template.patch)]
+    return template.pieces([data_of(name, value, host, held, copying=slot is not None)])
+
+
+def data_of(
+    name: str,
+    value: torch.Tensor,
+    host: torch.Tensor,
+    held: Held,
+    *,
+    copying: bool,
+) -> Memory | Copied:
+    """The data of a tensor of the trainer, as it lies in the storage of ``host``.
+
+    ``copying``: an accelerator's copies fill ``host``.
+    """
+    memory = host.untyped_storage()
+    address, size = memory.data_ptr(), memory.nbytes()
+    if held.device is not None and copying:
+        held.device.add(name, value, host, first=size < SMALL_BYTES or held.may_change(value))
+        return Memory(address, size, mutable=False)
+    if size < SMALL_BYTES:
+        return Copied(ctypes.string_at(address, size))
+    mutable = held.add(name, value, host)
+    return Memory(address, size, mutable=mutable, early=mutable and held.may_change(value))
 
 
 def saved(value: Any) -> bytes:

@@ -77,11 +77,11 @@ def _nothing() -> None:
 
 
 class Sums:
-    """The checksums of an image, in file order: CRC-32 per blob, and the digest of the file."""
+    """The checksums of an image, in file order: the CRC-32 of each data, and the digest of the file."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
-        self._crc = 0
+        self._crcs: list[int] = []
         self._tail = b""
 
     def add(self, view: memoryview, slices: Sequence[Slice]) -> None:
@@ -93,17 +93,19 @@ class Sums:
                 continue
             if isinstance(piece, BlobTail):
                 if start == 0:
-                    self._tail = piece.patch.applied(piece.data, self._crc)
+                    self._tail = piece.patch.applied(piece.data, self._crcs)
                 part[:] = self._tail[start : start + length]
             self._digest.update(part)
 
     def _add_data(self, part: memoryview, *, first: bool) -> None:
-        crc = 0 if first else self._crc
+        if first:
+            self._crcs.append(0)
+        crc = self._crcs[-1]
         for start in range(0, len(part), _HOT_BYTES):
             hot = part[start : start + _HOT_BYTES]
             crc = crc32(hot, crc)
             self._digest.update(hot)
-        self._crc = crc
+        self._crcs[-1] = crc
 
     def digest(self) -> str:
         return DIGEST_PREFIX + self._digest.hexdigest()

@@ -6,7 +6,6 @@ import ctypes
 import io
 import warnings
 import zipfile
-import zlib
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def saved(value: object) -> bytes:
 def by_template(template: Template, tensor: torch.Tensor) -> bytes:
     storage = tensor.untyped_storage()
     data = ctypes.string_at(storage.data_ptr(), storage.nbytes())
-    return template.filled(data, zlib.crc32(data))
+    return template.filled([data])
 
 
 def made(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
@@ -110,13 +109,15 @@ def test_a_tensor_of_more_than_four_gigabytes():
     for file in (head, tail):
         with torch.serialization.skip_data():
             torch.save(tensor, file)
-    assert template.data_bytes == numel * 4
-    assert head.size == len(template.head) + numel * 4 + len(template.tail)
+    (record,) = template.records
+    assert (record.name, record.size) == ("data/0", numel * 4)
+    assert head.size == len(template.head) + numel * 4 + record.tail.size
     with zipfile.ZipFile(head) as archive:
         sizes = {each.filename.partition("/")[2]: each.file_size for each in archive.infolist()}
     assert sizes["data/0"] == numel * 4
-    patched = template.patch.applied(template.tail, 0xABCDEF01)
-    assert patched != template.tail
+    patch, tail = record.tail.patch, record.tail.data
+    patched = patch.applied(tail, [0xABCDEF01])
+    assert patched != tail
     rest = blobs.Holes()
     rest.write(template.head)
     rest.seek(numel * 4, 1)
@@ -125,8 +126,7 @@ def test_a_tensor_of_more_than_four_gigabytes():
         found = {each.filename.partition("/")[2]: each for each in archive.infolist()}
         assert found["data/0"].CRC == 0xABCDEF01
         assert (
-            archive.read(found[".data/serialization_id"])
-            == patched[template.patch.id_at : template.patch.id_at + 40]
+            archive.read(found[".data/serialization_id"]) == patched[patch.id.at : patch.id.at + 40]
         )
 
 
@@ -215,7 +215,7 @@ def test_a_torch_that_writes_otherwise_is_left_to_itself(monkeypatch, caplog, su
         if surprise == "an error":
             raise KeyError("data/0")
         found = original(tensor)
-        return Template(found.head + b" ", found.data_bytes, found.tail, found.patch)
+        return Template(found.head + b" ", found.records)
 
     monkeypatch.setattr(blobs, "make_template", other)
     templates = Templates()

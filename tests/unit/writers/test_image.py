@@ -30,6 +30,7 @@ from ckptfsm.core.images import (
     Memory,
     Patch,
     Piece,
+    SerializationId,
     Slice,
     image_of,
 )
@@ -47,7 +48,7 @@ from ckptfsm.writers.rank_writer import write_rank
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
 
-PATCH = Patch((2, 8), 20, b"1" * 20, (14,), (7, None))
+PATCH = Patch(((2, 1), (8, 1)), SerializationId(20, b"1" * 20, (14,), (7, None)))
 TAIL = bytes(range(70))
 
 
@@ -81,13 +82,14 @@ def reading(source: ChunkSource, *files: Image) -> ImagePart:
 
 def expected(pieces: Sequence[Piece], contents: Sequence[bytes]) -> bytes:
     """The bytes of a file, put together without chunks."""
-    found, data, waiting = b"", b"", list(contents)
+    found, crcs, waiting = b"", [], list(contents)
     for piece in pieces:
         if isinstance(piece, Memory):
             data = waiting.pop(0)
+            crcs.append(zlib.crc32(data))
             found += data
         elif isinstance(piece, BlobTail):
-            found += piece.patch.applied(piece.data, zlib.crc32(data))
+            found += piece.patch.applied(piece.data, crcs)
         else:
             found += piece.data
     return found
@@ -480,7 +482,7 @@ def test_copied_data_has_its_checksum(before):
     small = bytes(range(100))
     pieces = [*trainer.pieces, BlobTail(TAIL, PATCH), Copied(small), BlobTail(TAIL, PATCH)]
     entry = write_image(storage, "", image_of("f", pieces), InlineChunks(trainer))
-    tails = [PATCH.applied(TAIL, zlib.crc32(data)) for data in (b"x" * before, small)]
+    tails = [PATCH.applied(TAIL, [zlib.crc32(data)]) for data in (b"x" * before, small)]
     wanted = b"x" * before + tails[0] + small + tails[1]
     assert storage.read("f", 1 << 30) == wanted
     assert entry.digest == storage.digest("f")
