@@ -16,18 +16,20 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 _LEVELS = 3  # of names in a key: more would make a key of each tensor of an optimizer
 _PLACES = ("rank", "local_rank")  # of a trainer's arguments: they say which process this is
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
-def digests_of(values: Any) -> dict[str, int]:
+def digests_of(values: Any, most_bytes: int | None = None) -> dict[str, int]:
     """The digest of each value of a nested dict, by its names with dots between them.
 
-    Local, and changes nothing. A value that cannot be pickled is compared by its type alone.
+    Local, and changes nothing. A value that cannot be pickled is compared by its type alone. Tensors
+    of more than ``most_bytes``, or on a device, are compared by their form, if that is given.
     """
-    form = _NormalForm()
+    form = _NormalForm(most_bytes)
     found: dict[str, int] = {}
     for keys, value in _named(values, (), _LEVELS):
         name = ".".join(map(str, keys))
@@ -56,7 +58,8 @@ def _inner(value: Any) -> Mapping[Any, Any] | None:
 class _NormalForm:
     """Digests of values of any type. Objects are taken apart as pickle does it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None) -> None:
+        self._most_bytes = most_bytes
         self._known: dict[int, bytes] = {}
         self._kept: list[Any] = []  # so that no number of an object in ``_known`` is used again
 
@@ -89,12 +92,18 @@ class _NormalForm:
         if kind in (set, frozenset):
             return _joined(b"set", sorted(self._of(each) for each in value))
         if isinstance(value, torch.Tensor):
-            return _tensor(value)
+            return _tensor(value) if self._is_read(value) else _form_of(value)
         if kind is np.ndarray and not value.dtype.hasobject:
             return _array(value)
         if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
             return _name_of(value)
         return self._taken_apart(value)
+
+    def _is_read(self, tensor: torch.Tensor) -> bool:
+        most = self._most_bytes
+        return most is None or (
+            tensor.device.type == "cpu" and tensor.numel() * tensor.itemsize <= most
+        )
 
     def _pairs(self, items: Any) -> bytes:
         return _joined(b"", sorted(_joined(b"", [self._of(k), self._of(v)]) for k, v in items))
@@ -134,7 +143,7 @@ _INSIDE = {
 
 def _tensor(value: torch.Tensor) -> bytes:
     """The type, the shape and the values of a tensor; without these if they are not in its memory."""
-    form = f"tensor {value.dtype} {tuple(value.shape)} ".encode()
+    form = _form_of(value)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return form
     plain = value.detach()
@@ -148,6 +157,13 @@ def _tensor(value: torch.Tensor) -> bytes:
         return form + repr(value.item()).encode()
     plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     return form + xxhash.xxh3_128_digest(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _form_of(value: torch.Tensor) -> bytes:
+    form = f"tensor {value.dtype} {tuple(value.shape)} "
+    if isinstance(value, DTensor) and not all(each.is_replicate() for each in value.placements):
+        form += f"at {value.device_mesh.get_coordinate()} "  # each rank has other values
+    return form.encode()
 
 
 def _array(value: np.ndarray) -> bytes:
