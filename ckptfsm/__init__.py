@@ -1,7 +1,8 @@
 """Every training checkpoint as an explicit state machine that drives Megatron-core's async saves.
 
 Each name is loaded when it is first asked for. So importing this takes no time, and imports neither
-torch nor megatron-core: ``CheckpointManager``, ``ForeignRequest`` and ``GroupWorker`` do.
+torch nor megatron-core: ``CheckpointManager``, ``TrainingState``, ``ForeignRequest`` and
+``GroupWorker`` do.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ckptfsm.core.retention import Steps as Steps
     from ckptfsm.dcp.checkpoint_manager import CheckpointManager as CheckpointManager
     from ckptfsm.dcp.checkpoint_manager import GroupWorker as GroupWorker
+    from ckptfsm.dcp.training_state import TrainingState as TrainingState
     from ckptfsm.disk.reader_lease import ReaderLease as ReaderLease
     from ckptfsm.follow.evaluators import checkpoints as checkpoints
     from ckptfsm.follow.evaluators import wait_for_new_checkpoint as wait_for_new_checkpoint
@@ -75,6 +77,7 @@ _NAMES = MappingProxyType(
         "core.requests": ("RecoveryReport",),
         "core.errors": ("CkptFsmError", "SaveFailed", "SaveRefused", "RootBusy", "DamagedRoot"),
         "megatron.foreign": ("ForeignRequest",),
+        "dcp.training_state": ("TrainingState",),
         "writers.plain_files": ("FileTree",),
         "writers.shard_file": ("ShardFile",),
         "core.parts": ("OptionalPart", "PerRank"),
