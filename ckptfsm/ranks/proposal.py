@@ -82,8 +82,8 @@ def _made(value: Any) -> Any:
         return OptionalPart(value.content())
     if hasattr(value, "state_dict") and not isinstance(value, Mapping):
         raise ConfigError(
-            f"{one_line(repr(type(value)))} is no state: give a state dict, in which a ShardedTensor "
-            "stands for each tensor, as state_of() makes it in docs/howto-plain-torch.md"
+            f"{one_line(repr(type(value)))} is no state: give a state dict, such as that of "
+            "ckptfsm.TrainingState, see docs/howto-plain-torch.md"
         )
     return value() if callable(value) else value
 
