@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckptfsm.core.retention import Steps as Steps
     from ckptfsm.dcp.checkpoint_manager import CheckpointManager as CheckpointManager
     from ckptfsm.dcp.checkpoint_manager import GroupWorker as GroupWorker
+    from ckptfsm.dcp.torch_file import TorchFile as TorchFile
     from ckptfsm.dcp.training_state import TrainingState as TrainingState
     from ckptfsm.disk.reader_lease import ReaderLease as ReaderLease
     from ckptfsm.follow.evaluators import checkpoints as checkpoints
@@ -77,6 +78,7 @@ _NAMES = MappingProxyType(
         "core.requests": ("RecoveryReport",),
         "core.errors": ("CkptFsmError", "SaveFailed", "SaveRefused", "RootBusy", "DamagedRoot"),
         "megatron.foreign": ("ForeignRequest",),
+        "dcp.torch_file": ("TorchFile",),
         "dcp.training_state": ("TrainingState",),
         "writers.plain_files": ("FileTree",),
         "writers.shard_file": ("ShardFile",),

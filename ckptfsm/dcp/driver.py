@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed
-from ckptfsm.core.formats import DCP, TORCH_DIST, Format
+from ckptfsm.core.formats import DCP, TORCH_DIST, Format, stock_format
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import OptionalPart, PartSpec, Planned, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
@@ -26,6 +26,7 @@ from ckptfsm.dcp.lone_make import no_collective
 from ckptfsm.dcp.metadata import finish_dcp, finish_torch_dist
 from ckptfsm.dcp.plan_exchange import PlanExchange, Summary
 from ckptfsm.dcp.state_format import DriverOptions, PartPlan, SavedFormat, Staging, StateFormat
+from ckptfsm.dcp.torch_file import TorchFile, TorchFiles, load_torch_file
 from ckptfsm.writers.plain_files import (
     bytes_of,
     digests_of_bytes,
@@ -40,8 +41,7 @@ ROOT_PART = "state"
 # Megatron-core has values and formats of its own. They are loaded only where they may occur: in a
 # process that has imported megatron-core, or for a checkpoint of that format.
 MEGATRON_CORE = "megatron.core.dist_checkpointing.mapping"
-_STORED = (TORCH_DIST, DCP)  # in this order: one has all metadata files of the other, and more
-_METADATA = frozenset(name for each in _STORED for name in each.metadata)
+_MARKS = (*TORCH_DIST.metadata, TORCH_DIST.common)  # files that tell a stored part's format
 
 
 @dataclass(slots=True)
@@ -119,7 +119,10 @@ class StateDriver:
         self.promise = options.promise or GatedMemory()
         self._exchange = PlanExchange()
         self._states: list[StateFormat] = [DcpStates(options)]
-        self._saving: list[SavedFormat] = [*self._states]  # the first that takes a value has it
+        self._saving: list[SavedFormat] = [
+            TorchFiles(self.templates),
+            *self._states,
+        ]  # in this order
         if MEGATRON_CORE in sys.modules:
             self._load_megatrons()
 
@@ -168,7 +171,7 @@ class StateDriver:
         if found is None:
             raise ConfigError(
                 f"part {name!r} is a {type(value).__name__}; give a state dict, bytes, a FileTree, a "
-                "PerRank or a ForeignRequest",
+                "TorchFile, a PerRank or a ForeignRequest",
                 part=name,
             )
         return found
@@ -198,7 +201,7 @@ class StateDriver:
         wanted: dict[str, Any] = {}
         stored: dict[str, frozenset[str]] = {}
         for name, state in parts.items():
-            if file_spec(name, state) is not None:
+            if isinstance(state, TorchFile) or file_spec(name, state) is not None:
                 continue
             there = self._stored_in(name, directories[name])
             found = there.survey(name, state, directories[name], droppable)
@@ -210,8 +213,7 @@ class StateDriver:
 
     def _stored_in(self, part: str, directory: str) -> StateFormat:
         """The format in which a part lies in an absolute directory. Raises ``RestoreFailed``."""
-        inside = frozenset(name for name in _METADATA if Path(directory, name).exists())
-        there = _format_there(inside)
+        there = _format_there(name for name in _MARKS if Path(directory, name).exists())
         if there is None:
             raise RestoreFailed(
                 f"part {part!r} has no {DCP.metadata[0]}, so there is no state to load",
@@ -246,8 +248,7 @@ class StateDriver:
         entries = {entry.name: entry for entry in files}
         targets: dict[FileEntry, Sequence[Target]] = {}
         for directory, state in parts.values():
-            inside = frozenset(name for name in _METADATA if join(directory, name) in entries)
-            there = _format_there(inside)
+            there = _format_there(name for name in _MARKS if join(directory, name) in entries)
             if there is not None:
                 found = self._reading(there)
                 targets |= found.targets(storage, location, directory, state, entries)
@@ -271,7 +272,9 @@ class StateDriver:
         loaded = {}
         for name, state in parts.items():
             directory = directories[name]
-            if file_spec(name, state) is not None:
+            if isinstance(state, TorchFile):
+                loaded[name] = load_torch_file(name, state, directory)
+            elif file_spec(name, state) is not None:
                 loaded[name] = load_file(name, state, directory)
             else:
                 there = self._stored_in(name, directory)
@@ -279,6 +282,7 @@ class StateDriver:
         return loaded
 
 
-def _format_there(names: frozenset[str]) -> Format | None:
-    """The format whose metadata files are all there; None if there are none."""
-    return next((each for each in _STORED if names.issuperset(each.metadata)), None)
+def _format_there(names: Iterable[str]) -> Format | None:
+    """The format of a part with these of the marks; None if it has no metadata."""
+    there = set(names)
+    return stock_format(there) if there.issuperset(DCP.metadata) else None

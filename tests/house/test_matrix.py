@@ -39,16 +39,19 @@ def test_a_target_that_was_changed_since_it_ran_is_due(capsys):
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("file", "targets"),
     [
-        "ckptfsm/integrations/verl/trainer.py",
-        "ckptfsm/adapters/versions.py",
-        "tests/integrations/verl_job.py",
-        "tests/integrations/test_ray.py",
+        ("ckptfsm/integrations/queue.py", ("ray", "verl-0.9.1")),
+        ("ckptfsm/integrations/verl/trainer.py", ("verl-0.9.1",)),
+        ("ckptfsm/integrations/ray.py", ("ray",)),
+        ("ckptfsm/adapters/versions.py", ("ray", "verl-0.9.1")),
+        ("tests/integrations/verl_job.py", ("verl-0.9.1",)),
+        ("tests/integrations/test_ray.py", ("ray",)),
     ],
 )
-def test_a_changed_file_is_noticed(tmp_path, monkeypatch, file):
-    """Catches: an integration, its versions or its tests that may change unseen."""
+def test_a_changed_file_is_noticed(tmp_path, monkeypatch, file, targets):
+    """Catches: an integration, its versions or its tests that may change unseen; a target that is due
+    for another trainer's files."""
     changed = tmp_path / file
     changed.parent.mkdir(parents=True)
     changed.write_text("# one")
@@ -56,9 +59,9 @@ def test_a_changed_file_is_noticed(tmp_path, monkeypatch, file):
     versions = tmp_path / "ckptfsm/adapters/versions.py"
     versions.parent.mkdir(parents=True, exist_ok=True)
     versions.touch()
-    before = TARGETS["ray"].ran_with
+    before = {name: TARGETS[name].ran_with for name in ("ray", "verl-0.9.1")}
     changed.write_text("# two")
-    assert TARGETS["ray"].ran_with != before
+    assert tuple(n for n, ran in before.items() if TARGETS[n].ran_with != ran) == targets
 
 
 def test_an_environment_is_told_by_what_it_holds(monkeypatch):
