@@ -8,6 +8,7 @@ import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from ckptfsm.disk.pickle_stubs import GETATTR, METADATA_GLOBALS
 
 _DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader
 _PLANNED_GLOBALS = METADATA_GLOBALS | {("collections", "OrderedDict")}
+# Stock's save records the path that it was given, perhaps with another version of Python.
+_PATHS = frozenset([("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")])
 
 
 def _member(enumeration: Any, name: Any) -> enum.Enum:
@@ -35,6 +38,8 @@ class _PlannedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in GETATTR:
             return _member
+        if (module, name) in _PATHS:
+            return PurePosixPath
         plain_name = "." not in name  # a dotted name would reach other modules
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if plain_name and (dtype or (module, name) in _PLANNED_GLOBALS):

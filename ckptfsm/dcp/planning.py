@@ -123,7 +123,11 @@ class DcpPlans:
     def of(self, part: str, state: Flat) -> DcpSummary:
         """The plan of a state (local)."""
         structure = [
-            (key, path, _form_of(state.values[key]) if state.is_tensor(key) else None)
+            (
+                key,
+                path,
+                _form_of(state.values[key]) if state.is_tensor(key) else key in state.per_rank,
+            )
             for key, path in state.mappings().items()
         ]
         known = self._known.get(part)
@@ -213,12 +217,14 @@ def merge_plans(part: str, summaries: Mapping[int, DcpSummary]) -> Planned:
     _check_per_rank(part, summaries)
     ranks = sorted(summaries)
     plans = [summaries[rank].plan for rank in ranks]
+    if len(plans) == 1:  # torch asks only of several whether they cover their tensors
+        plans.append(SavePlan([], planner_data={}))
     try:
         final, metadata = DefaultSavePlanner().create_global_plan(plans)
     except Exception as error:  # a plain ValueError of torch names no rank
         raise _refusal(part, summaries, error) from error
     shares = {}
-    for rank, kept in zip(ranks, final, strict=True):
+    for rank, kept in zip(ranks, final, strict=False):
         indices = {item.index for item in kept.items}
         mask = bytes(item.index in indices for item in summaries[rank].plan.items)
         shares[rank] = zlib.compress(mask, 1)

@@ -1,0 +1,469 @@
+"""States in DCP's own format: their keys, the plan of several ranks, and what fits at a restore."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckptfsm.core.errors import ConfigError, DamagedRoot, RestoreFailed, SaveRefused
+from ckptfsm.core.parts import PerRank
+from ckptfsm.dcp.dcp_states import DcpStates
+from ckptfsm.dcp.driver import StateDriver
+from ckptfsm.dcp.fast_load import Filled
+from ckptfsm.dcp.loading import load_state
+from ckptfsm.dcp.metadata import read_planned
+from ckptfsm.dcp.nested import flat
+from ckptfsm.dcp.planning import DcpPlan
+from ckptfsm.dcp.state_format import DriverOptions
+
+# ------------------------------------------------------------------------------------------ keys
+
+NAMES = st.one_of(st.sampled_from(["a", "b", "a.b", "0", "1"]), st.integers(-1, 3), st.booleans())
+VALUES = st.one_of(
+    st.integers(), st.just("text"), st.builds(torch.ones, st.integers(0, 2)), st.none()
+)
+NESTS = st.recursive(
+    VALUES,
+    lambda inner: st.one_of(
+        st.dictionaries(NAMES, inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=2).map(tuple),
+    ),
+    max_leaves=8,
+)
+STATES = st.dictionaries(NAMES, NESTS, max_size=4)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """True for nests with the same keys, types and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        kinds = [list(map(type, each)) for each in (one, other)]
+        return (
+            kinds[0] == kinds[1]
+            and list(one) == list(other)
+            and all(is_same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+@given(STATES)
+@example({"state": {0: {"exp_avg": torch.ones(1)}, 2: {"step": 1}}, "groups": [{"params": [0, 2]}]})
+@example({"a": {}, "b": [], "c": [{}], "d": [[torch.ones(1)], 3], "e": (torch.ones(1),)})
+def test_keys_and_places_are_those_of_torch(state):
+    """Catches: a key that stock code does not find; a dict of numbers that stock reads as a list."""
+    try:
+        wanted, places = flatten_state_dict(state)
+    except ValueError:
+        with pytest.raises(SaveRefused, match="two values have the key"):
+            flat("state", state, 0, SaveRefused)
+        return
+    found = flat("state", state, 0, SaveRefused)
+    assert list(found.values) == list(wanted)
+    assert all(found.values[key] is wanted[key] for key in wanted)
+    assert found.mappings() == places
+    assert [list(map(type, each)) for each in found.mappings().values()] == [
+        list(map(type, each)) for each in places.values()
+    ]
+
+
+def emptied(value: Any) -> Any:
+    """A nest to fill: its tensors are zeros, its other values None."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: emptied(each) for key, each in value.items()}
+    taken = isinstance(value, list) and any(
+        isinstance(e, (torch.Tensor, dict, list)) for e in value
+    )
+    return [emptied(each) for each in value] if taken else None
+
+
+@given(STATES)
+def test_values_are_put_back_where_they_were(state):
+    """Catches: a value under the text of its number, beside the old one; a value in another's place."""
+    try:
+        there = flat("state", state, 0, SaveRefused)
+    except SaveRefused:
+        assume(False)
+    empty = emptied(state)
+    template = flat("state", empty, 0, RestoreFailed)
+    assume(list(there.values) == list(template.values))
+    for key, value in there.values.items():
+        if not there.is_tensor(key):
+            template.put(key, value)
+    for key, value in template.values.items():
+        if template.is_tensor(key):
+            value.copy_(there.values[key])
+    assert is_same(template.state, state)
+
+
+# ------------------------------------------------------------------------------- plans of several ranks
+
+
+@contextmanager
+def as_rank(rank: int, ranks: int) -> Iterator[None]:
+    """This process as a rank of a group that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def placed(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    """A distributed tensor of which this rank has ``local``."""
+    stride = torch.empty(shape, device="meta").stride()
+    of = DeviceMesh("cpu", mesh, _init_backend=False)
+    return DTensor.from_local(
+        local, of, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+@dataclass
+class Group:
+    """The plans of all ranks of a part, and what rank 0 made of them."""
+
+    plans: list[DcpPlan]
+    metadata: Metadata
+    written: list[list[tuple[str, tuple[int, ...] | None]]]
+
+    def owners_of(self, key: str) -> list[int]:
+        return [rank for rank, keys in enumerate(self.written) for name, _ in keys if name == key]
+
+
+StateOf = Callable[[int], Any]
+
+
+def group(state_of: StateOf, ranks: int = 2, having: Sequence[int] | None = None) -> Group:
+    """Plan a state on every rank, or on those ``having`` the part, and share the work."""
+    plans, states = {}, {}
+    for rank in range(ranks) if having is None else having:
+        with as_rank(rank, ranks):
+            states[rank] = DcpStates(DriverOptions(rank, ranks=ranks))
+            plans[rank] = states[rank].plan("state", state_of(rank))
+    planned = states[min(states)].merge("state", {r: plan.summary for r, plan in plans.items()})
+    written = []
+    for rank, plan in plans.items():
+        items = [item for bucket in plan.buckets(rank, planned) for item, _ in bucket]
+        written.append([(i.index.fqn, tuple(i.index.offset or ()) or None) for i in items])
+    return Group(list(plans.values()), read_planned(planned.metadata), written)
+
+
+def test_each_item_is_written_by_one_rank_and_the_work_is_shared():
+    """Catches: a tensor that no rank writes; one that all ranks write; rank 0 that writes everything."""
+    seen = group(lambda _: {"model": {f"w{n}": torch.ones(64) for n in range(8)}, "step": 3}, 4)
+    keys = [f"model.w{n}" for n in range(8)]
+    assert all(len(seen.owners_of(key)) == 1 for key in [*keys, "step"])
+    assert [sum(key in keys for key, _ in each) for each in seen.written] == [2, 2, 2, 2]
+    assert sorted(seen.metadata.state_dict_metadata) == sorted([*keys, "step"])
+
+
+def test_parts_of_a_tensor_are_those_of_their_ranks():
+    """Catches: a part that another rank writes, or none does; uneven parts at the wrong offset."""
+
+    def state(rank: int) -> Any:
+        rows = torch.full((4 - rank, 3), float(rank))  # 7 rows on two ranks
+        return {
+            "uneven": placed(rows, [0, 1], [Shard(0)], (7, 3)),
+            "copied": placed(torch.ones(5), [0, 1], [Replicate()], (5,)),
+            f"own.{rank}": torch.ones(2),
+        }
+
+    seen = group(state)
+    for rank, keys in enumerate(seen.written):
+        assert [offset for key, offset in keys if key == "uneven"] == [(4 * rank, 0)]
+        assert (f"own.{rank}", (0,)) in keys
+    assert len(seen.owners_of("copied")) == 1
+    chunks = seen.metadata.state_dict_metadata["uneven"].chunks
+    assert sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks) == [
+        ((0, 0), (4, 3)),
+        ((4, 0), (3, 3)),
+    ]
+
+
+def test_the_data_of_an_item_are_those_of_its_rank():
+    """Catches: the data of another key or rank under an item."""
+    plans = {}
+    for rank in range(2):
+        with as_rank(rank, 2):
+            local = torch.full((4 - rank,), float(rank))
+            state = {"x": placed(local, [0, 1], [Shard(0)], (7,)), "y": torch.ones(3)}
+            states = DcpStates(DriverOptions(rank, ranks=2))
+            plans[rank] = states.plan("state", state), local
+    planned = states.merge("state", {rank: plan.summary for rank, (plan, _) in plans.items()})
+    for rank, (plan, local) in plans.items():
+        data = {item.index.fqn: d for bucket in plan.buckets(rank, planned) for item, d in bucket}
+        assert data["x"].data_ptr() == local.data_ptr()
+
+
+HALF = torch.ones(2, 3)
+REFUSED: Mapping[str, tuple[StateOf, tuple[str, ...]]] = {
+    "kind": (lambda r: {"a": torch.ones(1) if r else 5}, ("'a' is no tensor", "rank 0", "rank 1")),
+    "size": (lambda r: {"a": torch.ones(r + 1)}, ("shape (1,)", "shape (2,)")),
+    "dtype": (
+        lambda r: {"a": torch.ones(2, dtype=(torch.float32, torch.float64)[r])},
+        ("torch.float32 on rank 0", "torch.float64 on rank 1"),
+    ),
+    "half": (
+        lambda r: {"a": placed(HALF, [0, 1], [Shard(0)], (4, 3))} if r else {"b": torch.ones(1)},
+        ("has 12 elements", "only 6"),
+    ),
+    "twice": (
+        lambda r: {"a": placed(HALF[r:], [0, 1][: r + 1], [Shard(0)], (2, 3))},
+        ("'a' has 6 elements", "9 of them"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_ranks_whose_values_make_no_whole_are_refused(case):
+    """Catches: a checkpoint with a hole, or with one rank's value in the place of another's."""
+    state_of, said = REFUSED[case]
+    with pytest.raises(SaveRefused) as caught:
+        group(state_of)
+    assert all(words in caught.value.message for words in said), caught.value.message
+    assert caught.value.part == "state" and caught.value.key in {"a", "b"}
+
+
+@pytest.mark.parametrize("having", [[0], [1]])
+def test_a_part_of_one_rank_has_whole_tensors(having):
+    """Catches: torch asks whether a tensor is covered only if several ranks have it."""
+    with pytest.raises(SaveRefused, match="has 12 elements.*rank [01] are only 6"):
+        group(lambda _: {"a": placed(HALF, [0, 1], [Shard(0)], (4, 3))}, having=having)
+
+
+def test_tensors_of_another_mesh_are_left_to_its_ranks():
+    """Catches: a rank outside of a mesh that fails, or writes a part that it does not have."""
+
+    def state(rank: int) -> Any:
+        local = HALF if rank == 1 else torch.empty(0)
+        return {"a": placed(local, [1], [Shard(0)], (2, 3)), "b": torch.ones(1)}
+
+    assert group(state).owners_of("a") == [1]
+
+
+# ------------------------------------------------------------------------------------- PerRank
+
+
+def test_a_value_of_each_rank_is_kept_for_each():
+    """Catches: one rank's position of a loader for all; a rank without one, noticed at the restore."""
+    seen = group(lambda rank: {"loader": {"at": PerRank(rank)}})
+    assert seen.written == [[("loader.at.rank_0", None)], [("loader.at.rank_1", None)]]
+    assert group(PerRank).written == [[("per_rank.rank_0", None)], [("per_rank.rank_1", None)]]
+    with pytest.raises(SaveRefused, match="'loader' is a PerRank, and rank 1 gives none") as caught:
+        group(lambda rank: {"loader": PerRank(0)} if rank == 0 else {"step": 1})
+    assert (caught.value.key, caught.value.ranks) == ("loader", (1,))
+
+
+def test_a_value_that_becomes_one_of_each_rank_is_planned_anew():
+    """Catches: a plan of the same keys, used again, which does not know that it has such values."""
+    states = DcpStates(DriverOptions(0))
+    states.plan("state", {"loader": {"rank_0": 1}})
+    assert states.plan("state", {"loader": PerRank(1)}).summary.per_rank == {"loader"}
+
+
+# ------------------------------------------------------------------------------------- restoring
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """What stock DCP saved of ``stored``."""
+    dcp.save(stored(1), checkpoint_id=tmp_path / "there", no_dist=True)
+    return tmp_path / "there"
+
+
+class Counter:
+    """A trainer's object with a state of its own, made anew at each call."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value, self.data = value, torch.full((4,), float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "data": self.data.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.data = state["value"], state["data"]
+
+
+def stored(seed: int) -> dict[str, Any]:
+    """A state with values of every kind; ``seed=0``: to fill."""
+    fill = torch.full((4, 3), float(seed))
+    return {
+        "model": {"w": fill, "steps": torch.full((2,), 300 * seed, dtype=torch.int32)},
+        "optimizer": {"state": {0: {"at": seed, "m": fill * 2}, 3: {"at": seed + 1}}, "lr": [seed]},
+        "counter": Counter(seed),
+        "loader": {"rank_0": seed * 10, "rank_1": seed * 11},
+    }
+
+
+def restored(directory: Path, state: Any, rank: int = 0, ranks: int = 1, **how: Any) -> Any:
+    """What the driver of a rank loads, and the keys that nobody asked for."""
+    options = DriverOptions(rank, ranks=ranks)
+    with as_rank(rank, ranks):
+        driver, droppable = StateDriver(options), how.get("droppable", ())
+        parts, places = {"state": state}, {"state": str(directory)}
+        survey = driver.survey(parts, places, droppable)
+        unused = driver.check([survey], survey.missing) if rank == 0 else set()
+        return driver.load(parts, places, survey.missing)["state"], unused
+
+
+def test_a_state_is_filled_in_place(directory):
+    """Catches: values under the text of their numbers; tensors that are new; objects left as they
+    were; a key that nobody asked for, and nobody hears of."""
+    template = stored(0)
+    kept, counter, states = (
+        template["model"]["w"],
+        template["counter"],
+        template["optimizer"]["state"],
+    )
+    found, unused = restored(directory, template)
+    assert found is template and found["model"]["w"] is kept and found["counter"] is counter
+    assert found["optimizer"]["state"] is states
+    whole = stored(1)
+    assert (counter.value, counter.data.tolist()) == (1, [1.0] * 4)
+    del found["counter"], whole["counter"]
+    assert is_same(found, whole) and unused == set()
+    del template["model"]["steps"]
+    assert restored(directory, template)[1] == {"model.steps", "counter.value", "counter.data"}
+
+
+def test_a_tensor_that_is_not_the_filled_one_is_loaded(directory):
+    """Catches: a tensor of the same key and shape in other memory, taken for one that was filled."""
+    filled = torch.zeros(4, 3)
+    known = Filled("model.w", (0, 0), (4, 3), filled.dtype, filled.device, filled.data_ptr())
+    other = {"model": {"w": torch.zeros(4, 3)}}
+    load_state("state", other, str(directory), (), {known}, 0)
+    assert other["model"]["w"].unique().tolist() == [1.0]
+    same = {"model": {"w": filled}}
+    load_state("state", same, str(directory), (), {known}, 0)
+    assert filled.unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_value_of_each_rank_is_that_of_the_rank(directory, rank):
+    """Catches: another rank's position of the loader."""
+    found, _ = restored(directory, {"loader": PerRank(None)}, rank, 2)
+    assert found == {"loader": (10, 11)[rank]}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_values_of_each_rank_are_not_divided_anew(directory, ranks):
+    """Catches: ranks that go on with no position, or with another's, though nobody said so."""
+    for droppable in ((), ("other",)):
+        with pytest.raises(RestoreFailed, match="2 ranks.*reshard_drops=\\('loader'") as caught:
+            restored(directory, {"loader": PerRank(None)}, 0, ranks, droppable=droppable)
+        assert caught.value.key == "loader"
+    template = {"loader": PerRank(None), "model": {"w": torch.zeros(4, 3)}}
+    found, unused = restored(directory, template, 0, ranks, droppable=("loader",))
+    assert "loader" not in found and found["model"]["w"].unique().tolist() == [1.0]
+    assert not [key for key in unused if key.startswith("loader")]
+
+
+def test_a_part_of_each_rank(tmp_path):
+    """Catches: a whole part of ``PerRank`` that is found under another key than it was saved."""
+    dcp.save({"per_rank": {"rank_0": 1}}, checkpoint_id=tmp_path / "there", no_dist=True)
+    assert restored(tmp_path / "there", PerRank(None))[0] == 1
+    assert restored(tmp_path / "there", PerRank(0), 0, 2, droppable=("per_rank",))[0] is None
+
+
+UNFIT: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "missing": ({"model": {"ww": torch.zeros(4, 3)}}, ("no key 'model.ww'", "nearest: 'model.w'")),
+    "shape": ({"model": {"w": torch.zeros(3, 4)}}, ("wanted shape (3, 4)", "has shape (4, 3)")),
+    "dtype": (
+        {"model": {"w": torch.zeros(4, 3, dtype=torch.int64)}},
+        ("wanted torch.int64", "has torch.float32"),
+    ),
+    "narrow": ({"model": {"steps": torch.zeros(2, dtype=torch.int8)}}, ("wanted torch.int8",)),
+    "a tensor": ({"model": {"w": 0}}, ("'model.w' is a tensor", "given to fill, a int")),
+    "no tensor": ({"optimizer": {"lr": torch.zeros(1)}}, ("'optimizer.lr' is no tensor",)),
+    "meta": ({"model": {"w": torch.zeros(4, 3, device="meta")}}, ("cannot be filled", "meta")),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_state_that_does_not_fit_is_refused_by_key(directory, case):
+    """Catches: values that change on the way; torch's own error, which names no part; a value that is
+    left as it was."""
+    template, said = UNFIT[case]
+    with pytest.raises(RestoreFailed) as caught:
+        restored(directory, template)
+    assert caught.value.part == "state" and "Nothing was changed" in caught.value.message
+    assert all(words in caught.value.message for words in said), caught.value.message
+
+
+def test_what_keeps_its_values_is_loaded(directory):
+    """Catches: a model in another floating point type that nobody can load."""
+    template = {"model": {"w": torch.zeros(4, 3, dtype=torch.bfloat16), "steps": torch.zeros(2)}}
+    found, _ = restored(directory, template)
+    assert found["model"]["w"].unique().tolist() == [1.0]
+    assert found["model"]["steps"].tolist() == [300.0] * 2
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/__0_0.distcp", "a/../../x"])
+def test_metadata_that_name_files_outside_are_damage(directory, name):
+    """Catches: a checkpoint that makes a restore read files of others."""
+    path = directory / ".metadata"
+    whole = path.read_bytes()
+    at = whole.index(b"__0_0.distcp")
+    short = whole[at - 1 : at] == b"\x0c" and whole[at - 2 : at - 1] == b"\x8c"
+    assert short, "pickled as a short text"
+    changed = whole[: at - 1] + bytes([len(name)]) + name.encode() + whole[at + 12 :]
+    path.write_bytes(_unframed(changed))
+    with pytest.raises(DamagedRoot, match="names a file outside"):
+        restored(directory, {"model": {"w": torch.zeros(4, 3)}})
+
+
+def _unframed(pickled: bytes) -> bytes:
+    """A pickle of one frame whose length was changed."""
+    return pickled[:3] + (len(pickled) - 11).to_bytes(8, "little") + pickled[11:]
+
+
+def test_a_part_without_metadata_is_no_state(tmp_path):
+    """Catches: torch's own error for a directory with nothing in it."""
+    with pytest.raises(RestoreFailed, match=r"has no \.metadata"):
+        restored(tmp_path, {"a": torch.ones(1)})
+
+
+def test_a_part_of_megatron_core_asks_for_it(directory, monkeypatch):
+    """Catches: an ``ImportError`` for a checkpoint of megatron-core where that is not installed."""
+    for name in [name for name in sys.modules if name.startswith(("megatron", "ckptfsm.megatron"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    (directory / "metadata.json").write_text('{"sharded_backend":"torch_dist"}')
+    (directory / "common.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pip install 'ckptfsm\[megatron\]'"):
+        restored(directory, {"model": {"w": torch.zeros(4, 3)}})
+
+
+def test_values_of_megatron_core_do_not_fit_a_part_of_torch(directory):
+    """Catches: a template of sharded tensors that is filled with nothing."""
+    mapping = pytest.importorskip("megatron.core.dist_checkpointing")
+    template = {
+        "model": {"w": mapping.ShardedTensor.from_rank_offsets("model.w", torch.zeros(4, 3))}
+    }
+    with pytest.raises(RestoreFailed, match="'model.w' is a tensor.*a ShardedTensor"):
+        restored(directory, template)
