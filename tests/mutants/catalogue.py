@@ -18,7 +18,7 @@ from mutants.loader import Mutant, read
 
 _FILES = (
     *("core", "durability", "protocol", "ranks", "composites", "dropins"),
-    *("engine", "admission", "preemption", "reading", "evaluators", "jobs"),
+    *("engine", "admission", "preemption", "reading", "states", "evaluators", "jobs"),
 )
 
 MUTANTS: tuple[Mutant, ...] = tuple(
