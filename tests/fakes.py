@@ -289,7 +289,7 @@ class FakeDriver:
 
 
 def spec_of(name: str, value: Any, count: int) -> PartSpec:
-    """The spec of a part, as the Megatron driver makes it."""
+    """The spec of a part, as the driver of torch states makes it. Beside the state, it is a ``dcp``."""
     if isinstance(value, OptionalPart):
         return replace(spec_of(name, value.content, count), optional=True)
     if isinstance(value, FakeRequest):
@@ -298,7 +298,8 @@ def spec_of(name: str, value: Any, count: int) -> PartSpec:
     if plain is not None:
         return plain
     if isinstance(value, Mapping):
-        return PartSpec(name, directory="" if name == "state" or count == 1 else name)
+        beside = name != "state" and count > 1
+        return PartSpec(name, "dcp", name) if beside else PartSpec(name)
     raise TypeError(f"part {name!r} is a {type(value).__name__}")
 
 

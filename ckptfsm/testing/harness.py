@@ -116,9 +116,16 @@ def fake_finisher(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
     """Stands in for the finisher of a torch_dist part; refuses torn planned metadata, as that does."""
+    return {**fake_dcp_finisher(planned, results, location), "metadata.json": b"{}"}
+
+
+def fake_dcp_finisher(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """The same for a part in DCP's own format, which one file completes."""
     if hashlib.sha256(planned[:-64]).hexdigest().encode() != planned[-64:]:
         raise ValueError("planned metadata is torn")
-    return {".metadata": json.dumps([list(r) for r in results]).encode(), "metadata.json": b"{}"}
+    return {".metadata": json.dumps([list(r) for r in results]).encode()}
 
 
 def fake_content(of: AttemptId, rank: int) -> bytes:
@@ -127,7 +134,9 @@ def fake_content(of: AttemptId, rank: int) -> bytes:
     return body + hashlib.sha256(body).hexdigest().encode()
 
 
-FINISHERS: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": fake_finisher})
+FINISHERS: Mapping[str, PartFinisher] = MappingProxyType(
+    {"torch_dist": fake_finisher, "dcp": fake_dcp_finisher}
+)
 
 
 @dataclass

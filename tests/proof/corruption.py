@@ -78,7 +78,7 @@ from proof.layer import Budget, LayerResult, Violation, in_memory
 
 Content = dict[str, bytes]
 Tree = dict[str, bytes | str | None]
-PARTS = (PartSpec("state"), PartSpec("ema", directory="ema"))
+PARTS = (PartSpec("state"), PartSpec("ema", "dcp", "ema"))
 OUTSIDE = "-> outside"  # on a real disk: to the directory beside the root
 REAL_SHARE = 5  # every fifth trial is on a real disk, where there are FIFOs too
 HUGE_BYTES = 20 << 30  # of a sparse file
@@ -254,15 +254,22 @@ def trusting_finisher(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
     """A driver that believes all files: the library has to find out whether those were written."""
+    return {**trusting_dcp_finisher(planned, results, location), "metadata.json": b"{}"}
+
+
+def trusting_dcp_finisher(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """The same for a part in DCP's own format."""
     rows = [[list(row) for row in rows] for rows in results]
-    return {".metadata": planned + json.dumps(rows).encode(), "metadata.json": b"{}"}
+    return {".metadata": planned + json.dumps(rows).encode()}
 
 
 class _ReadsAll(FakeDriver):
     """Loads every byte of a part's directory, through the storage port."""
 
     def __init__(self, storage: Storage) -> None:
-        super().__init__(finishers={"torch_dist": trusting_finisher})
+        super().__init__(finishers={"torch_dist": trusting_finisher, "dcp": trusting_dcp_finisher})
         self.storage = storage
 
     def survey(

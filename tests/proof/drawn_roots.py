@@ -58,7 +58,7 @@ def policies() -> st.SearchStrategy[Policy]:
 def layouts(max_parts: int = 3) -> st.SearchStrategy[tuple[PartSpec, ...]]:
     """The declared parts of a checkpoint: ``state`` at its root, and others beside it."""
     others = (
-        PartSpec("actor", directory="actor"),
+        PartSpec("actor", "dcp", "actor"),
         PartSpec("critic", directory="critic", ranks=(0,)),
         PartSpec("data", "file", ranks=(0,)),
     )

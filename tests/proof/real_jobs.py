@@ -39,7 +39,7 @@ LAST_STEP = 1000  # the save that shows that training goes on
 RETRY_S = 6.0  # longer than a coordinator waits before it tries a command again
 COMPOSITE = (
     PartSpec("state"),
-    PartSpec("critic", directory="critic", ranks=(1,)),
+    PartSpec("critic", "dcp", "critic", ranks=(1,)),
     PartSpec("export", directory="export", optional=True),
 )
 
