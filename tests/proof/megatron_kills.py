@@ -4,8 +4,8 @@ A round is one root and two jobs of two ranks. In each job every other save is h
 at a random byte of a random file of a random rank (shards, common state, planned metadata,
 receipt): the one that writes, or the writer above it. The first job ends with a rank killed the
 same way, the second starts from its remains. Between two hits the earlier step is loaded and
-compared bit by bit, and the next save must be tracked. At the end megatron-core's loader reads the
-tracked step.
+compared bit by bit, and the next save must be tracked. At the end the stock loader reads the tracked
+step. Every other round saves states of torch, in DCP's own format.
 
 Rules: bytes come from the round's seed, so a round can be run again. Nothing acknowledged is ever lost;
 a hit save is never published.
@@ -87,12 +87,13 @@ class Round:
         self._root = place / "root"
         self._told = place / "told"
         self._shots = shots_of(seed)
+        self._torch = bool(seed % 2)
         self._judged = 0
 
     def run(self) -> None:
         """Raises ``AssertionError`` or an error of the library for a promise that did not hold."""
         self._told.touch()
-        arguments = {"root": str(self._root), "told": str(self._told)}
+        arguments = {"root": str(self._root), "told": str(self._told), "torch": self._torch}
         first, second = self._shots
         job = self._cluster.start("die_in_saves", shots=first, **arguments)
         killed = job.pids[first[-1]["rank"]]
@@ -112,8 +113,9 @@ class Round:
         step = tracked_step(self._root)
         assert step == results[0]["latest"], f"I2: {step} is tracked"
         directory = str(path_of(self._root, step))
-        loaded = self._cluster.run("stock_load", directory=directory, step=step)
-        assert loaded == [True, True], "I2: megatron-core does not load the tracked step"
+        stock = "stock_load_of_torch" if self._torch else "stock_load"
+        loaded = self._cluster.run(stock, directory=directory, step=step)
+        assert loaded == [True, True], "I2: stock code does not load the tracked step"
 
     def _nobody_is_left(self, job: Job) -> None:
         """Writers and workers end with whoever forked them."""

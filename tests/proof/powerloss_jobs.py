@@ -17,6 +17,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN, Policy
@@ -28,6 +29,7 @@ from ckptfsm.testing.harness import FakeJob, RootBroken, check_root
 from proof.coverage import Coverage, watch_moves
 from proof.real_jobs import NamingDriver
 
+TORCH = (PartSpec("state", "dcp"),)
 _SETTINGS = {"close_timeout_s": 20.0, "busy_timeout_s": 20.0, "exit_timeout_s": 5.0}
 
 
@@ -151,20 +153,20 @@ def roll_back(site: Site) -> None:
 
 
 def restart(site: Site) -> None:
-    """A trainer that leaves in the middle of a save, and its successor; pins come and go."""
+    """A trainer of a ``dcp`` that leaves in the middle of a save, its successor; pins come and go."""
     first = site.job(LatestN(2), ranks=1)
     first.open()
-    first.save(1)
+    first.save(1, TORCH)
     first.coordinator.pin(1, "keep")
-    of = first.request(2)
+    of = first.request(2, TORCH)
     first.fork(of)
     first.write(of, 0)
     first.coordinator.abandon()
     second = site.job(LatestN(1), ranks=1)
     second.open()
-    second.save(3)
+    second.save(3, TORCH)
     second.coordinator.unpin(1)
-    second.save(4)
+    second.save(4, TORCH)
     second.close()
 
 
