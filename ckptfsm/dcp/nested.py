@@ -24,7 +24,7 @@ the trees.
 Path = tuple[Any, ...]
 
 
-class _Place(int):
+class _InList(int):
     """A step to a place in a list. Any other number on the way is the key of a dict."""
 
 
@@ -57,7 +57,7 @@ class Flat:
         """The places as DCP records them: of a ``PerRank``, one for each rank."""
         found = {}
         for key, path in self.paths.items():
-            words = tuple(int(each) if type(each) is _Place else str(each) for each in path)
+            words = tuple(int(each) if type(each) is _InList else str(each) for each in path)
             name = self.per_rank.get(key)
             found[key] = (*words, key[len(name) + 1 :]) if name is not None else words
         return found
@@ -101,7 +101,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, key), each)
     elif isinstance(value, list) and _is_taken_apart(value):
         for number, each in enumerate(value):
-            yield from _leaves((*path, _Place(number)), each)
+            yield from _leaves((*path, _InList(number)), each)
     else:
         yield path, value
 

@@ -119,9 +119,7 @@ def fake_finisher(
     return {**fake_dcp_finisher(planned, results, location), "metadata.json": b"{}"}
 
 
-def fake_dcp_finisher(
-    planned: bytes, results: Sequence[Sequence[Any]], location: str
-) -> Mapping[str, bytes]:
+def fake_dcp_finisher(planned: bytes, results: Sequence[Any], location: str) -> Mapping[str, bytes]:
     """The same for a part in DCP's own format, which one file completes."""
     if hashlib.sha256(planned[:-64]).hexdigest().encode() != planned[-64:]:
         raise ValueError("planned metadata is torn")
