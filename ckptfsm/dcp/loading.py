@@ -117,8 +117,12 @@ def _other_ranks(name: str, known: Collection[str], ranks: int) -> str:
     stored = _ranks_of(name, known)
     if stored.keys() == set(range(ranks)):
         return ""
+    if name in known:
+        return (
+            f"key {name!r} is one value for all ranks in the checkpoint: give it without a PerRank"
+        )
     if not stored:
-        return _lacks(name, known)
+        return _lacks(name, {key.rpartition(".rank_")[0] or key for key in known})
     return (
         f"key {name!r} has one value for each of {len(stored)} ranks, and nobody can divide these among "
         f"{ranks}: reshard_drops=({name!r}, ...) leaves it out; name all such keys there, for a value "

@@ -383,6 +383,14 @@ def test_values_of_each_rank_are_not_divided_anew(directory, ranks):
     assert not [key for key in unused if key.startswith("loader")]
 
 
+def test_a_value_of_each_rank_that_is_not_there_is_named(directory):
+    """Catches: a typing error without the name that was meant; "no key 'a'; nearest: 'a'"."""
+    with pytest.raises(RestoreFailed, match="no key 'laoder'; nearest: 'loader'"):
+        restored(directory, {"laoder": PerRank(None)})
+    with pytest.raises(RestoreFailed, match="'counter.value' is one value for all ranks"):
+        restored(directory, {"counter": {"value": PerRank(None)}})
+
+
 def test_a_part_of_each_rank(tmp_path):
     """Catches: a whole part of ``PerRank`` that is found under another key than it was saved."""
     dcp.save({"per_rank": {"rank_0": 1}}, checkpoint_id=tmp_path / "there", no_dist=True)
