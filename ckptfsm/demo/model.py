@@ -1,16 +1,11 @@
 """A real Megatron-core GPT and its training loop: tensor parallel over gloo, bit-for-bit resumable.
 
-It trains on a text that every machine with Python has, the standard library. The trainer knows nothing
-about checkpoints on disk: it offers a sharded state dict and takes one back.
+The trainer knows nothing about checkpoints on disk: it offers a sharded state dict and takes one back.
 """
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,43 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ckptfsm.core.errors import ConfigError
-
-DROPOUT = 0.1  # above zero, so that a lost generator state shows in the very next loss
-VOCABULARY_SIZE = 256  # byte values
-_TEXT_BYTES = 2 * 1024 * 1024
-
-
-def _read_stdlib() -> bytes:
-    """The first two MiB of the standard library's top-level ``*.py`` files, sorted by name.
-
-    Packages are left out: ``site-packages`` lies among them. Raises ``ConfigError`` without the sources.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
-        with path.open("rb") as source:
-            text += source.read(_TEXT_BYTES - len(text))
-        if len(text) >= _TEXT_BYTES:
-            break
-    if len(text) < 2:
-        raise ConfigError("the standard library's sources are not on disk", file=str(folder))
-    return bytes(text)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Sizes of the model and its training; the defaults suit two CPU cores.
-
-    ``batch_size`` is in sequences per data-parallel rank, ``sequence_length`` in tokens (bytes).
-    """
-
-    hidden_size: int = 320
-    layers: int = 2
-    heads: int = 4
-    sequence_length: int = 128
-    batch_size: int = 8
-    learning_rate: float = 1e-3
-    seed: int = 1234
+from ckptfsm.demo.corpus import VOCABULARY_SIZE, Corpus
+from ckptfsm.demo.spec import DROPOUT, ModelSpec, use_deterministic_kernels
 
 
 def initialize_parallel(tensor_parallel: int) -> None:
@@ -75,10 +35,7 @@ def initialize_parallel(tensor_parallel: int) -> None:
 
     A collective of the default process group, which has a multiple of ``tensor_parallel`` ranks.
     """
-    # cuBLAS refuses to run under deterministic algorithms without a fixed workspace.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(1)  # more threads change the order of sums, and fight over the cores
-    torch.use_deterministic_algorithms(mode=True)
+    use_deterministic_kernels()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     # The inference tracker forks no CUDA generators: no other one works without a GPU.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
@@ -97,7 +54,7 @@ class Trainer:
         self.iteration = 0
         self.cursor = 0
         self._device = torch.device(device)
-        self._text = torch.frombuffer(bytearray(_read_stdlib()), dtype=torch.uint8)
+        self._corpus = Corpus()
         # Alike on all ranks: tensor-parallel ones must draw equal masks for replicated activations.
         torch.manual_seed(spec.seed)
         model_parallel_cuda_manual_seed(spec.seed, inference_rng_tracker=True)
@@ -111,10 +68,15 @@ class Trainer:
 
         Returns the mean loss in nats per byte, equal bit for bit on all ranks.
         """
-        tokens, labels, next_cursor = self._next_batch()
+        shape = self.spec.batch_size, self.spec.sequence_length
+        place = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        tokens, labels, next_cursor = self._corpus.batch(self.cursor, shape, place)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = _language_model_loss(self.model, tokens, labels)
+        loss = _language_model_loss(self.model, tokens.to(self._device), labels.to(self._device))
         loss.backward()
         reported = loss.detach().clone()
         _average_over_data_parallel(reported)
@@ -166,23 +128,6 @@ class Trainer:
         if "rng_state" in loaded:
             _restore_rng_state(loaded["rng_state"], self._device)
         self.iteration, self.cursor = iteration, cursor
-
-    def _next_batch(self) -> tuple[Tensor, Tensor, int]:
-        """This rank's rows of the next global batch, and the cursor after it.
-
-        Returns (tokens, labels, cursor): int64 tensors ``[batch_size, sequence_length]`` on the device;
-        a label is the byte after its token. The text wraps around.
-        """
-        spec, ranks = self.spec, parallel_state.get_data_parallel_world_size()
-        mine = parallel_state.get_data_parallel_rank()
-        rows = spec.batch_size * ranks
-        count = rows * spec.sequence_length
-        offsets = (self.cursor + torch.arange(count + 1)) % self._text.numel()
-        stream = self._text[offsets].long().to(self._device)
-        own = slice(mine * spec.batch_size, (mine + 1) * spec.batch_size)
-        tokens = stream[:-1].reshape(rows, spec.sequence_length)[own]
-        labels = stream[1:].reshape(rows, spec.sequence_length)[own]
-        return tokens, labels, (self.cursor + count) % self._text.numel()
 
 
 def _build_model(spec: ModelSpec, tensor_parallel: int, device: torch.device) -> Any:

@@ -38,8 +38,12 @@ _PAUSE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of the command line. Steps are optimizer steps; ``keep`` is LatestN's n."""
+    """The options of the command line. Steps are optimizer steps; ``keep`` is LatestN's n.
 
+    ``trainer`` is "megatron" or "fsdp2". The tensor-parallel size ``tp`` is 1 with "fsdp2".
+    """
+
+    trainer: str = "megatron"
     steps: int = 40
     ranks: int = 2
     tp: int = 2
@@ -50,6 +54,8 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if min(self.steps, self.ranks, self.tp, self.save_every, self.keep) < 1:
             raise ConfigError("--steps, --ranks, --tp, --save-every and --keep must be at least 1")
+        if self.trainer != "megatron" and self.tp > 1:
+            raise ConfigError(f"--tp {self.tp} is for --trainer megatron, not {self.trainer}")
         if self.ranks % self.tp:
             raise ConfigError(f"--ranks {self.ranks} is not a multiple of --tp {self.tp}")
         if self.steps < 2 * self.save_every:
@@ -65,6 +71,11 @@ class DemoOptions:
         """The step of the save that a rank is killed in: about half way, never the first one."""
         saves = self.steps // self.save_every
         return max(2, saves // 2) * self.save_every
+
+    @property
+    def kill_rank(self) -> int:
+        """A rank that writes shards for sure: the last one of Megatron's first replica, or of all."""
+        return (self.tp if self.trainer == "megatron" else self.ranks) - 1
 
 
 class DemoFailed(AssertionError):
@@ -132,7 +143,8 @@ def _train_and_crash(options: DemoOptions, root: Path, scratch: Path) -> None:
 def _start(
     options: DemoOptions, arguments: Sequence[str], errors: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    command = ["--steps", str(options.steps), "--tp", str(options.tp), *arguments]
+    command = ["--trainer", options.trainer, "--steps", str(options.steps)]
+    command += ["--tp", str(options.tp), *arguments]
     return _torchrun(options.ranks, "ckptfsm.demo.trainer", command, errors)
 
 
@@ -174,7 +186,8 @@ def _run_and_kill(options: DemoOptions, common: Sequence[str], scratch: Path) ->
     arguments = [
         *common,
         *("--losses", str(scratch / "first.json"), "--pids", str(pids)),
-        *("--pause-step", str(options.kill_step), "--fifos", str(fifos)),
+        *("--pause-step", str(options.kill_step), "--pause-rank", str(options.kill_rank)),
+        *("--fifos", str(fifos)),
     ]
     errors = scratch / "stderr.txt"  # torchrun prints long tracebacks about the death we cause
     with errors.open("wb") as sink:
@@ -187,7 +200,7 @@ def _run_and_kill(options: DemoOptions, common: Sequence[str], scratch: Path) ->
     except KeyboardInterrupt:
         job.wait()
         raise
-    rank = options.tp - 1
+    rank = options.kill_rank
     victim = int((pids / str(rank)).read_text())
     os.kill(victim, signal.SIGKILL)
     status = _wait(job)
@@ -235,7 +248,7 @@ def _check_stock_load(options: DemoOptions, root: Path) -> None:
     if step is None:
         raise DemoFailed("the tracker names no step")
     directory = str(root / f"iter_{step:07d}")
-    arguments = [directory, str(options.tp)]
+    arguments = [directory, options.trainer, str(options.tp)]
     _must_succeed(_torchrun(options.ranks, "ckptfsm.demo.verify", arguments))
 
 

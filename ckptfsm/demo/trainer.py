@@ -15,7 +15,7 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
 
-import torch  # noqa: E402  megatron-core warns while it is imported
+import torch  # noqa: E402  torch and megatron-core warn while they are imported
 import torch.distributed as dist  # noqa: E402
 
 from ckptfsm import CheckpointManager, EveryNSteps, LatestN, SaveHandle  # noqa: E402
@@ -23,7 +23,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
 from ckptfsm.core.progress import progress_text  # noqa: E402
 from ckptfsm.core.requests import RecoveryReport  # noqa: E402
-from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
+from ckptfsm.demo.trainers import AnyTrainer, check_imports, make_trainer  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage, pause_at  # noqa: E402
 
 BAR = 20
@@ -33,6 +33,7 @@ COLUMNS = 79
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--trainer", required=True)
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--losses", type=Path, required=True)
     parser.add_argument("--root", type=Path)
@@ -40,12 +41,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep", type=int, default=2)
     parser.add_argument("--keep-every", type=int, default=20)
     parser.add_argument("--pause-step", type=int, default=0)
+    parser.add_argument("--pause-rank", type=int, default=0)
     parser.add_argument("--fifos", type=Path)
     parser.add_argument("--pids", type=Path)
     return parser.parse_args(argv)
 
 
-def train_uninterrupted(trainer: Trainer, options: argparse.Namespace) -> None:
+def train_uninterrupted(trainer: AnyTrainer, options: argparse.Namespace) -> None:
     """Train the same steps without any checkpoint, as the reference."""
     losses = {}
     for step in range(1, options.steps + 1):
@@ -54,7 +56,7 @@ def train_uninterrupted(trainer: Trainer, options: argparse.Namespace) -> None:
     record(options.losses, losses)
 
 
-def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> bool:
+def train_with_checkpoints(trainer: AnyTrainer, options: argparse.Namespace) -> bool:
     """Train, saving every few steps. Returns True if a person stopped it before the end."""
     losses: dict[int, str] = {}
     save: SaveHandle | None = None
@@ -140,7 +142,7 @@ class _PausingStorage:
         self.root = options.root
         self.step = options.pause_step
         self.fifos = options.fifos
-        self.rank = options.tp - 1  # the last rank of the first replica writes shards for sure
+        self.rank = options.pause_rank
 
     def __call__(self, create: bool) -> Storage:
         storage = PosixStorage(self.root, create=create)
@@ -164,13 +166,13 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     if options.pids is not None:
         (options.pids / str(dist.get_rank())).write_text(str(os.getpid()))
-    initialize_parallel(options.tp)
-    trainer = Trainer(ModelSpec(), options.tp, device)
+    trainer = make_trainer(options.trainer, options.tp, device)
     stopped = False
     if options.root is None:
         train_uninterrupted(trainer, options)
     else:
         stopped = train_with_checkpoints(trainer, options)
+    check_imports(options.trainer)
     dist.destroy_process_group()
     return 130 if stopped else 0
 

@@ -186,10 +186,44 @@ def test_the_demo_gets_the_options_and_gives_its_status(status, tmp_path, capsys
     monkeypatch.setattr(demo_command, "require", lambda *packages, extra: None)
     monkeypatch.setattr(run_of_demo, "run_demo", run_demo)
     options = ("--steps", 12, "--ranks", 4, "--tp", 1, "--save-every", 3, "--keep", 6)
-    assert ran(capsys, "demo", *options, "--root", tmp_path) == (status, "", "")
-    assert given == [
-        run_of_demo.DemoOptions(steps=12, ranks=4, tp=1, save_every=3, keep=6, root=tmp_path)
-    ]
+    for trainer in ("megatron", "fsdp2"):
+        assert ran(capsys, "demo", "--trainer", trainer, *options, "--root", tmp_path) == (
+            status,
+            "",
+            "",
+        )
+        assert given.pop() == run_of_demo.DemoOptions(
+            trainer=trainer, steps=12, ranks=4, tp=1, save_every=3, keep=6, root=tmp_path
+        )
+
+
+@pytest.mark.parametrize(
+    "there, trainer, needed, extra",
+    [
+        (True, "megatron", ("torch", "megatron-core"), "megatron"),
+        (False, "fsdp2", ("torch",), "torch"),
+    ],
+)
+def test_the_demo_takes_the_trainer_that_is_installed(
+    there, trainer, needed, extra, capsys, monkeypatch
+):
+    """Catches: a demo that asks for megatron-core where torch is enough, or does not say so."""
+    given: list[object] = []
+    monkeypatch.setattr(demo_command, "_has_megatron_core", lambda: there)
+    monkeypatch.setattr(
+        demo_command, "require", lambda *packages, extra: given.append((packages, extra))
+    )
+    monkeypatch.setattr(run_of_demo, "run_demo", lambda options: given.append(options) or 0)
+    status, out, err = ran(capsys, "demo")
+    assert (status, out, "--trainer fsdp2" in err) == (0, "", not there)
+    assert given == [(needed, extra), run_of_demo.DemoOptions(trainer, tp=2 if there else 1)]
+
+
+def test_a_tensor_parallel_size_is_not_ignored(capsys, monkeypatch):
+    """Catches: --tp that is dropped in silence with a trainer that has none."""
+    monkeypatch.setattr(demo_command, "require", lambda *packages, extra: None)
+    status, _, err = ran(capsys, "demo", "--trainer", "fsdp2", "--tp", 2)
+    assert status != 0 and "--tp 2 is for --trainer megatron" in err
 
 
 def test_a_demo_that_failed_says_why_and_has_status_1(capsys, monkeypatch):
