@@ -38,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # as a shell starts a job in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not config.pluginmanager.hasplugin("warnings"):  # tests/integrations/run.py turns it off
+        config.addinivalue_line(
+            "markers", "filterwarnings(warning): of no effect without the plugin"
+        )
     config.addinivalue_line("markers", f"{MARKER}(reason): its journals are not judged")
     config.pluginmanager.register(JournalWatch(config), "journal-watch")
     profiles.register()

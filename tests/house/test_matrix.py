@@ -18,6 +18,7 @@ def test_a_change_runs_the_oldest_and_the_newest_of_each_trainer(capsys):
     """Catches: a trainer of which no version runs; tests of stock code that no change can break."""
     due = run.due(NOW)
     assert [target.name for target in due] == [
+        "torch-alone",
         "megatron-core-0.13",
         "megatron-core-0.19",
         "nvrx-0.7",

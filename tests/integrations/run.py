@@ -78,6 +78,7 @@ BASE = (
     "setuptools",
     "sympy",
 )
+TORCH_TESTS = ("tests/unit/dcp",)
 OLDER_TESTS = ("tests/megatron/test_megatron_queue.py", "tests/megatron/test_megatron_training.py")
 FOREIGN_TESTS = (
     "tests/megatron/test_megatron_queue.py",
@@ -161,16 +162,17 @@ class Target:
     """An environment and the tests that run in it.
 
     ``always``: each change runs it, because it is the oldest or the newest of its trainer.
-    ``packages``: the arguments of one ``pip install`` each. ``borrows``: another target, for
-    packages that this one lacks. ``nvrx``: the target is for nvidia-resiliency-ext. Elsewhere the
-    tests of that package are skipped if it cannot be imported.
+    ``packages``: the arguments of one ``pip install`` each. ``demo``: the arguments of ``ckptfsm
+    demo``; without them the demo does not run. ``borrows``: another target, for packages that this
+    one lacks. ``nvrx``: the target is for nvidia-resiliency-ext. Elsewhere the tests of that package
+    are skipped if it cannot be imported.
     """
 
     name: str
     python: str
     packages: tuple[tuple[str, ...], ...]
     tests: tuple[str, ...]
-    demo: bool = False
+    demo: tuple[str, ...] | None = None
     borrows: str = ""
     nvrx: bool = False
     always: bool = False
@@ -242,13 +244,22 @@ def _verl(version: str) -> tuple[tuple[str, ...], ...]:
 
 
 TARGETS = (
+    # The base environments have torch, and no megatron-core.
+    Target(
+        "torch-alone",
+        "3.12",
+        (),
+        TORCH_TESTS,
+        demo=("--trainer", "fsdp2", "--steps", "20"),
+        always=True,
+    ),
     Target("megatron-core-0.13", "3.11", (_core("0.13.1", "numpy<2"),), OLDER_TESTS, always=True),
     Target("megatron-core-0.14", "3.11", (_core("0.14.0", "numpy<2"),), OLDER_TESTS[:1]),
     Target("megatron-core-0.15", "3.11", (_core("0.15.0", "numpy<2"),), OLDER_TESTS[:1]),
     # The gate has 0.16.1 on Python 3.11.
     Target("megatron-core-0.17", "3.12", (_core("0.17.1", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
     Target("megatron-core-0.18", "3.12", (_core("0.18.2", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
-    Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=True, always=True),
+    Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=(), always=True),
     Target(
         "nvrx-0.4",
         "3.11",
@@ -430,8 +441,9 @@ def commands_of(target: Target, python: Path, scratch: str) -> list[list[str]]:
     if has_workers(target):
         pytest += ["-n", "2", "--dist", "worksteal"]
     commands = [[*pytest, *target.tests]] if target.tests else []
-    if target.demo:
-        commands.append([str(python), "-m", "ckptfsm.cli", "demo", "--root", f"{scratch}/demo"])
+    if target.demo is not None:
+        demo = [str(python), "-m", "ckptfsm.cli", "demo", "--root", f"{scratch}/demo"]
+        commands.append([*demo, *target.demo])
     return commands
 
 
@@ -471,7 +483,7 @@ def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
     return {
         "python": target.python,
         "packages": versions_in(python, environment),
-        "tests": list(target.tests) + ["the demo"] * target.demo,
+        "tests": list(target.tests) + ["the demo"] * (target.demo is not None),
         "install_s": install_s,
         "run_s": round(wall_s),
         "processor_s": round(processor_s),

@@ -15,12 +15,14 @@ from ckptfsm.core.config import config_of
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.dcp.checkpoint_manager import GroupWorker
 from ckptfsm.dcp.transport import transport_of
-from ckptfsm.integrations.queue import AsyncCallsQueue
 
 CONFIG = config_of(None, {})
 
 
 def scheduled(root: Path) -> None:
+    pytest.importorskip("megatron.core", reason="the queue is megatron-core's")
+    from ckptfsm.integrations.queue import AsyncCallsQueue
+
     AsyncCallsQueue().schedule_async_request(None)
 
 
