@@ -56,7 +56,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
 NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
 NVRX = {"nvidia-resiliency-ext"}
-TRAINERS = ("ray", "verl")  # whose files only their own targets use
+TRAINERS = ("ray", "verl", "torchtitan", "accelerate", "transformers", "lightning")  # not shared
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
@@ -204,12 +204,17 @@ class Target:
         """
         files = [
             *(ROOT / "ckptfsm/integrations").rglob("*.py"),
-            ROOT / "ckptfsm/adapters/versions.py",
             *(ROOT / "tests/integrations").glob("*.py"),
         ]
         others = [trainer for trainer in TRAINERS if not self.name.startswith(trainer)]
         used = {file for file in files if not any(_is_of(file, other) for other in others)}
-        return _digest([self.asked, self.tests], *sorted(used - {Path(__file__).resolve()}))
+        versions = [
+            line
+            for line in (ROOT / "ckptfsm/adapters/versions.py").read_text().splitlines()
+            if not line.strip().startswith(tuple(f'"{other}"' for other in others))
+        ]
+        what = [self.asked, self.tests, versions]
+        return _digest(what, *sorted(used - {Path(__file__).resolve()}))
 
 
 def _is_of(file: Path, trainer: str) -> bool:
