@@ -37,10 +37,10 @@ class DcpStates:
     def plan(self, part: str, value: Any) -> DcpPlan:
         state = flat(part, value, self._rank, SaveRefused)
         self._read_back.check_state(part, state.values)
-        return DcpPlan(self._plans.of(part, state), state, self._files)
+        return DcpPlan(self._plans.of(part, state), state, self._files, self._ranks)
 
     def merge(self, part: str, summaries: Mapping[int, Any]) -> Planned:
-        return merge_plans(part, summaries)
+        return merge_plans(part, summaries, self._ranks)
 
     def survey(self, part: str, state: Any, directory: str, droppable: Collection[str]) -> Surveyed:
         return survey_state(part, state, directory, droppable, (self._rank, self._ranks))

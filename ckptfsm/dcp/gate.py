@@ -10,7 +10,7 @@ import torch
 
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.dcp.shared_memory import local_of, move_to_shared_memory, tensors_of
+from ckptfsm.dcp.shared_memory import move_to_shared_memory, storage_of, tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
 
 
@@ -34,8 +34,8 @@ class GatedMemory:
         if self.everything or not self._attached:
             return None  # without any promise, the engine reads nothing behind ``save``
         waiting = (each for each, hook in self._hooks.items() if hook.id in hook.hooks_dict_ref())
-        tensors = (local_of(tensor) for each in waiting for tensor in tensors_of(each))
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        places = (storage_of(tensor) for each in waiting for tensor in tensors_of(each))
+        return frozenset(place for place in places if place is not None)
 
 
 class Gate(ABC):

@@ -19,6 +19,7 @@ from ckptfsm.core.images import Copied, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import join
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import StateCopy, version_of
+from ckptfsm.dcp.shared_memory import storage_of
 
 Bucket = Sequence[tuple[WriteItem, Any]]
 Row = tuple[object, ...]
@@ -44,9 +45,7 @@ class Held:
 
     def may_change(self, tensor: torch.Tensor) -> bool:
         """True if nobody promised that this tensor of the trainer stays until the gate."""
-        return (
-            self.promised is not None and tensor.untyped_storage().data_ptr() not in self.promised
-        )
+        return self.promised is not None and storage_of(tensor) not in self.promised
 
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
         """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""

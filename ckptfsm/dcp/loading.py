@@ -36,7 +36,7 @@ from ckptfsm.dcp.fast_load import (
     targets_by_file,
 )
 from ckptfsm.dcp.metadata import read_planned
-from ckptfsm.dcp.nested import WHOLE, Flat, flat
+from ckptfsm.dcp.nested import WHOLE, Flat, fits_its_mesh, flat
 from ckptfsm.dcp.read_back import misfit_of_tensor
 from ckptfsm.dcp.shared_memory import local_of
 from ckptfsm.dcp.state_format import Surveyed
@@ -47,12 +47,13 @@ METADATA = ".metadata"
 def keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """True if values of one type become those of the other one, but for the rounding of floats.
 
-    Torch copies between any two types, without a word.
+    Torch copies between any two types, without a word. Floats may become larger than those of 16 bits
+    hold: whoever loads into these means it.
     """
     if stored == wanted or stored == torch.bool:
         return True
     if wanted.is_complex or (wanted.is_floating_point and not stored.is_complex):
-        return True
+        return wanted.itemsize > 1 and (stored.is_floating_point or _holds(wanted, stored))
     if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
         return False
     try:
@@ -60,6 +61,14 @@ def keeps_values(stored: torch.dtype, wanted: torch.dtype) -> bool:
     except TypeError:  # quantized, or bits: unknown to us
         return True
     return other.min <= one.min and one.max <= other.max
+
+
+def _holds(wanted: torch.dtype, stored: torch.dtype) -> bool:
+    """True if a float or complex type holds all integers of another one, rounded."""
+    try:
+        return torch.finfo(wanted).max >= torch.iinfo(stored).max
+    except TypeError:  # complex, quantized, or bits
+        return True
 
 
 # ----------------------------------------------------------------------------------- what fits
@@ -147,6 +156,16 @@ def _misfit(key: str, wanted: Flat, stored: Mapping[str, Any]) -> str:
     odd = misfit_of_tensor(value)
     if odd:
         return f"key {key!r}, of type {type(value).__name__}, cannot be filled: {odd}"
+    local = local_of(value)
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)
+    ):
+        return f"key {key!r} has places that share memory, as of x.expand(...): give x.contiguous()"
+    if any(not fits_its_mesh(value, chunk.sizes) for chunk in _create_chunk_list(value)):
+        return (
+            f"key {key!r}: this rank's part of the DTensor, {tuple(local.shape)}, is not what its mesh "
+            "and placements say: divide it evenly, as distribute_tensor does"
+        )
     if tuple(value.size()) != tuple(found.size):
         return (
             f"key {key!r}: wanted shape {tuple(value.size())}, the checkpoint has "

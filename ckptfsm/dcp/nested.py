@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.parts import PerRank
@@ -22,6 +23,19 @@ the trees.
 """
 
 Path = tuple[Any, ...]
+# Types that are certainly not Stateful, which is slow to ask.
+_PLAIN = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    DTensor,
+    int,
+    float,
+    bool,
+    str,
+    bytes,
+    type(None),
+    PerRank,
+)
 
 
 class _InList(int):
@@ -81,6 +95,14 @@ def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
         raise error(said, part=part) from found
     for path, value in leaves:
         key = ".".join(map(str, path))
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if type(first) not in _PLAIN and isinstance(first, Stateful):
+            raise error(
+                f"part {part!r}: {key!r} has a {type(first).__name__}, which would be pickled whole: "
+                "give its state_dict(), or give it at the top of the state",
+                part=part,
+                key=key,
+            )
         if isinstance(value, PerRank):
             name, key = key, f"{key}.rank_{rank}"
             made.per_rank[key] = name
@@ -93,6 +115,16 @@ def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
             )
         made.values[key], made.paths[key] = value, path
     return made
+
+
+def fits_its_mesh(value: Any, sizes: torch.Size) -> bool:
+    """True if this rank's part of a DTensor has the sizes that DCP takes it to have.
+
+    A local tensor that says itself what its items are may have others.
+    """
+    if not isinstance(value, DTensor) or hasattr(value._local_tensor, "__create_chunk_list__"):
+        return True
+    return value._local_tensor.shape == sizes
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:

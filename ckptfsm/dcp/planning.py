@@ -12,8 +12,8 @@ import io
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +24,17 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
 
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
-from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, saved
-from ckptfsm.dcp.nested import Flat
+from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, saved, to_host
+from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.state_format import Staging, stage_images
+
+_SAMPLE_BYTES = 1 << 10  # of a DTensor that is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,20 @@ class DcpPlan:
     summary: DcpSummary
     flat: Flat
     files: int
+    ranks: int
     in_place: bool = field(default=False, init=False)
 
     @property
     def expected_bytes(self) -> int:
         """About what this rank will write: it does not know yet what others have too."""
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         values = (value for key, value in self.flat.values.items() if self.flat.is_tensor(key))
-        return sum(_share_of(value, ranks) for value in values)
+        return sum(_share_of(value, self.ranks) for value in values)
 
     def digests(self) -> Mapping[str, int]:
         """Of values that are pickled, and of small tensors in host memory.
 
-        Larger ones are not looked at: under data parallel all ranks have the model.
+        Larger ones are not looked at: under data parallel all ranks have the model. Of a DTensor on
+        a mesh of some of the ranks, the first bytes are: others may give the same key for another.
         """
         found: dict[str, int] = {}
         objects: dict[str, Any] = {}
@@ -69,9 +73,14 @@ class DcpPlan:
             if not self.flat.is_tensor(key):
                 if key not in self.flat.per_rank:
                     objects[key] = value
-            elif _is_small(value):
-                data = ctypes.string_at(value.data_ptr(), value.numel() * value.itemsize)
-                found[key] = xxhash.xxh3_64_intdigest(data)
+            elif is_small(value):
+                found[key] = _digest_of(value, SMALL_BYTES)
+        for item in self.summary.plan.items:
+            value = self.flat.values[item.index.fqn]
+            if isinstance(value, DTensor) and value.device_mesh.size() < self.ranks:
+                offset, local = tuple(item.index.offset or ()), value._local_tensor
+                if local.device.type == "cpu" and local.is_contiguous():
+                    found[f"{item.index.fqn} at {offset}"] = _digest_of(local, _SAMPLE_BYTES)
         return found | digests_of(objects)
 
     def buckets(self, rank: int, planned: Planned) -> tuple[Bucket, ...]:
@@ -85,7 +94,8 @@ class DcpPlan:
         """The data of an item: the trainer's tensor itself or a view of it; bytes as a file."""
         value = self.flat.values[item.index.fqn]
         if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(saved(value.value if isinstance(value, PerRank) else value))
+            plain = value.value if isinstance(value, PerRank) else value
+            return io.BytesIO(saved(tree_map(to_host, plain)))
         return _part_of(value, item)
 
     def stage(self, staging: Staging) -> PartJob:
@@ -134,6 +144,7 @@ class DcpPlans:
         if known is not None and known[0] == structure:
             return known[1]
         items = [item for key in state.values for item in _items_of(key, state)]
+        _check_parts(part, state, items)
         plan = SavePlan(items, planner_data=state.mappings())
         summary = DcpSummary(plan, frozenset(state.per_rank.values()))
         self._known[part] = structure, summary
@@ -184,9 +195,24 @@ def _part_of(value: torch.Tensor, item: WriteItem) -> torch.Tensor:
     return found.detach()
 
 
-def _is_small(value: torch.Tensor) -> bool:
+def _check_parts(part: str, state: Flat, items: Sequence[WriteItem]) -> None:
+    """Refuse a DTensor whose part here is not what its mesh and placements say."""
+    for item in items:
+        value, data = state.values[item.index.fqn], item.tensor_data
+        if data is not None and not fits_its_mesh(value, data.chunk.sizes):
+            raise SaveRefused(
+                f"part {part!r}: key {item.index.fqn!r}: this rank has "
+                f"{tuple(value._local_tensor.shape)} of a DTensor, and by its mesh and placements "
+                f"{tuple(data.chunk.sizes)}: divide it evenly, as distribute_tensor does",
+                part=part,
+                key=item.index.fqn,
+            )
+
+
+def is_small(value: torch.Tensor) -> bool:
+    """True for a tensor of which ranks compare the values."""
     return (
-        not isinstance(value, DTensor)
+        type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.device.type == "cpu"
         and value.layout is torch.strided
         and value.numel() * value.itemsize < SMALL_BYTES
@@ -197,6 +223,10 @@ def _is_small(value: torch.Tensor) -> bool:
 def _share_of(value: torch.Tensor, ranks: int) -> int:
     """The bytes of a rank's part of a tensor, divided by the number of ranks that have the same."""
     if not isinstance(value, DTensor):
+        shards = getattr(value, "local_shards", None)
+        if shards is not None:
+            tensors = [getattr(each, "tensor", each) for each in shards()]
+            return sum(each.numel() * each.itemsize for each in tensors)
         return value.numel() * value.itemsize // ranks
     same = 1
     for dimension, placement in enumerate(value.placements):
@@ -205,18 +235,24 @@ def _share_of(value: torch.Tensor, ranks: int) -> int:
     return value._local_tensor.numel() * value.itemsize // same
 
 
+def _digest_of(value: torch.Tensor, most_bytes: int) -> int:
+    data = ctypes.string_at(value.data_ptr(), min(value.numel() * value.itemsize, most_bytes))
+    return xxhash.xxh3_64_intdigest(data)
+
+
 # ---------------------------------------------------------------------------------------- at rank 0
 
 
-def merge_plans(part: str, summaries: Mapping[int, DcpSummary]) -> Planned:
+def merge_plans(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> Planned:
     """DCP's metadata of all ranks' plans, and which of its items each rank writes.
 
-    Raises ``SaveRefused`` if the ranks' values do not make whole tensors.
+    ``ranks_saving``: also those that do not give the part. Raises ``SaveRefused`` if the ranks' values
+    do not make whole tensors.
     """
     _check_kinds(part, summaries)
-    _check_per_rank(part, summaries)
+    _check_per_rank(part, summaries, ranks_saving)
     ranks = sorted(summaries)
-    plans = [summaries[rank].plan for rank in ranks]
+    plans = _of_the_first(summaries)
     if len(plans) == 1:  # torch asks only of several whether they cover their tensors
         plans.append(SavePlan([], planner_data={}))
     try:
@@ -229,6 +265,29 @@ def merge_plans(part: str, summaries: Mapping[int, DcpSummary]) -> Planned:
         mask = bytes(item.index in indices for item in summaries[rank].plan.items)
         shares[rank] = zlib.compress(mask, 1)
     return Planned(pickle.dumps(metadata), pickle.dumps(shares))
+
+
+def _of_the_first(summaries: Mapping[int, DcpSummary]) -> list[SavePlan]:
+    """The plans, with what ranks compare in that of the first rank alone which gives it.
+
+    Torch would keep any rank's.
+    """
+    seen: set[str] = set()
+    plans = []
+    for _, summary in sorted(summaries.items()):
+        items = [i for i in summary.plan.items if not _is_compared(i) or i.index.fqn not in seen]
+        seen.update(item.index.fqn for item in items if _is_compared(item))
+        plans.append(replace(summary.plan, items=items))
+    return plans
+
+
+def _is_compared(item: WriteItem) -> bool:
+    if item.type == WriteItemType.BYTE_IO:
+        return True
+    data = item.tensor_data
+    if item.type != WriteItemType.TENSOR or data is None:
+        return False
+    return data.size.numel() * data.properties.dtype.itemsize < SMALL_BYTES
 
 
 def _placed(summaries: Mapping[int, DcpSummary]) -> Iterator[tuple[int, WriteItem]]:
@@ -263,10 +322,16 @@ def _named(kind: tuple[Any, ...] | None) -> str:
     return f"a tensor of shape {size} and {dtype}"
 
 
-def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary]) -> None:
-    """Refuse a ``PerRank`` that not every rank of the part gives."""
-    for name in sorted(frozenset().union(*(each.per_rank for each in summaries.values()))):
-        lacking = tuple(r for r, each in summaries.items() if name not in each.per_rank)
+def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> None:
+    """Refuse a ``PerRank`` that not every rank gives, or a key that another rank's has."""
+    names = sorted(frozenset().union(*(each.per_rank for each in summaries.values())))
+    _check_own_keys(part, summaries, names)
+    for name in names:
+        lacking = tuple(
+            rank
+            for rank in range(ranks_saving)
+            if rank not in summaries or name not in summaries[rank].per_rank
+        )
         if lacking:
             raise SaveRefused(
                 f"part {part!r}: {name!r} is a PerRank, and rank {name_ranks(lacking)} gives none: give "
@@ -274,6 +339,19 @@ def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary]) -> None:
                 part=part,
                 key=name,
                 ranks=lacking,
+            )
+
+
+def _check_own_keys(part: str, summaries: Mapping[int, DcpSummary], names: Collection[str]) -> None:
+    taken = {f"{name}.rank_{rank}": rank for name in names for rank in summaries}
+    for rank, item in _placed(summaries):
+        if taken.get(item.index.fqn, rank) != rank:
+            raise SaveRefused(
+                f"part {part!r}: rank {rank} has the key {item.index.fqn!r}, which is that of a PerRank "
+                f"of rank {taken[item.index.fqn]}: rename one of them",
+                part=part,
+                key=item.index.fqn,
+                rank=rank,
             )
 
 

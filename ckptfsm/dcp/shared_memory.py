@@ -49,6 +49,14 @@ def local_of(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's storage, or of this rank's part; None if it has none itself."""
+    try:
+        return int(local_of(tensor).untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # a wrapper, as of quantized moments
+        return None
+
+
 def move_to_shared_memory(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:
     """Move tensors on the CPU into one new segment, in place; None if there are none to move.
 

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptfsm.core.errors import ConfigError, RestoreFailed
 from ckptfsm.core.parts import PerRank
+from ckptfsm.dcp.gate import Gate
 
 if TYPE_CHECKING:
     from ckptfsm.ranks.manager import Manager
@@ -226,6 +227,9 @@ def _make_state(optimizer: Any, lacking: Sequence[Any]) -> None:
     before = [each.detach().clone() for each in lacking]
     hooks = {name: vars(optimizer)[name] for name in _STEP_HOOKS if name in vars(optimizer)}
     try:
+        for hook in vars(optimizer).get(_STEP_HOOKS[0], {}).values():
+            if isinstance(getattr(hook, "__self__", None), Gate):
+                hook(optimizer, (), {})  # a save in flight may still read what changes for a moment
         vars(optimizer).update({name: {} for name in hooks})
         for each, _ in grads:
             each.grad = None

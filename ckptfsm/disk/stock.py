@@ -114,7 +114,7 @@ def _inspect(storage: Storage, directory: str, known: Format | None = None) -> S
 def _refuse_rest_of_another(
     storage: Storage, directory: str, top: Stub, objects: frozenset[str]
 ) -> None:
-    """Refuse shards that are not of this ``.metadata``, and torch_dist without ``metadata.json``.
+    """Refuse what a save over this one left, and torch_dist without ``metadata.json``.
 
     Megatron's ShardedObjects tell: DCP lists the way to each key of a state (``planner_data``), and
     Megatron does not have it do so.

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.posix_storage import opened_storage
@@ -132,7 +133,9 @@ class TorchDistStates:
         """A state without any tensor too: other ranks of the part may have sharded ones."""
         if not isinstance(value, dict):
             return isinstance(value, PerRank)
-        return has_any(value, ShardedBase, LocalNonpersistentObject) or not has_any(value, Tensor)
+        return has_any(value, ShardedBase, LocalNonpersistentObject) or not has_any(
+            value, Tensor, Stateful
+        )
 
     def directory(self, value: Any, usual: str) -> str:
         return usual

@@ -111,7 +111,8 @@ class Comparison:
             else ((*trees, *_named(asked, answers, self._named)), _own_keys(asked, answers))
         )
         found, own = told
-        self._named.update(own)
+        differing = {(each.part, each.key) for each in found}
+        self._named.update(each for each in own if each not in differing)
         if not self._refuses:
             self._named.update((each.part, each.key) for each in found)
         return found
@@ -175,16 +176,17 @@ def _named(
     """At rank 0: the keys that differ among the ranks that were asked."""
     found = []
     for part, each in asked.items():
-        own = answers[each.first][part]
-        others = {rank: answers[rank][part] for rank in each.ranks}
-        keys = dict.fromkeys(key for digests in (own, *others.values()) for key in digests)
-        lacking = set(_own_keys({part: each}, answers))
-        for key in keys:
-            if (part, key) in lacking:
-                continue
-            ranks = tuple(r for r, digests in others.items() if digests.get(key) != own.get(key))
+        given = {rank: answers[rank][part] for rank in (each.first, *each.ranks)}
+        for key in dict.fromkeys(key for digests in given.values() for key in digests):
+            having = {
+                rank: digests.get(key)
+                for rank, digests in given.items()
+                if key in digests or not each.own_keys
+            }
+            first = min(having)
+            ranks = tuple(rank for rank, digest in having.items() if digest != having[first])
             if ranks and (part, key) not in known:
-                found.append(Difference(part, key, each.first, ranks, each.more))
+                found.append(Difference(part, key, first, ranks, each.more))
     return found
 
 

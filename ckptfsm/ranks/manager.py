@@ -137,8 +137,8 @@ class Manager(Session):
         have been overwritten, as by megatron-core's load. Loads under another
         tensor-parallel or world size; sharded objects in ``reshard_drops`` that do not reshard are
         left out with a warning. Keys of the checkpoint that no rank asks for are left out too. They
-        are in ``Restored.unused``, and a warning names them unless ``partial``. A plain value needs
-        no asking: all of them are returned. A tensor is converted to the dtype of the given one.
+        are in ``Restored.unused``, and a warning names them unless ``partial``. Of a state of
+        megatron-core's, all plain values are returned. A tensor gets the dtype of the given one.
         Returns None only when there is no evidence of any checkpoint.
 
         Raises ``StepNotFoundError``, ``DamagedRoot``, or the error of the load.

@@ -24,7 +24,7 @@ LINES = MappingProxyType(
         "cli": 1800,
         "coordinator": 1980,
         "core": 6800,
-        "dcp": 4750,
+        "dcp": 4800,
         "demo": 1030,
         "disk": 4550,
         "follow": 1140,

@@ -76,3 +76,29 @@ def test_an_attached_optimizer_promises_the_local_parts_of_its_dtensors() -> Non
     large = 3 * [WIDTH * WIDTH * 4]  # the first weight and its moments
     assert [tensor.numel() * 4 for _, tensor, _, _ in held.tensors] == large
     assert not any(map(held.may_change, (tensor for _, tensor, _, _ in held.tensors)))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as of quantized moments."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_an_optimizer_with_moments_without_memory_can_be_attached() -> None:
+    """Catches: each save that fails, with the words of torch."""
+    job, promise = Job(), GatedMemory()
+    parameter = next(iter(job.optimizer.state))
+    job.optimizer.state[parameter]["quantized"] = Wrapped(torch.ones(3))
+    promise.attach(job.optimizer, job.optimizer.register_step_pre_hook(print))
+    found = promise.storages()
+    assert found is not None and len(found) > 3

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +28,8 @@ from ckptfsm.core.parts import PerRank
 from ckptfsm.dcp.dcp_states import DcpStates
 from ckptfsm.dcp.driver import StateDriver
 from ckptfsm.dcp.fast_load import Filled
-from ckptfsm.dcp.loading import load_state
+from ckptfsm.dcp.images import SMALL_BYTES
+from ckptfsm.dcp.loading import keeps_values, load_state
 from ckptfsm.dcp.metadata import read_planned
 from ckptfsm.dcp.nested import flat
 from ckptfsm.dcp.planning import DcpPlan
@@ -175,11 +178,79 @@ def group(state_of: StateOf, ranks: int = 2, having: Sequence[int] | None = None
 
 def test_each_item_is_written_by_one_rank_and_the_work_is_shared():
     """Catches: a tensor that no rank writes; one that all ranks write; rank 0 that writes everything."""
-    seen = group(lambda _: {"model": {f"w{n}": torch.ones(64) for n in range(8)}, "step": 3}, 4)
+    big = torch.ones(SMALL_BYTES)
+    seen = group(lambda _: {"model": {f"w{n}": big for n in range(8)}, "step": 3}, 4)
     keys = [f"model.w{n}" for n in range(8)]
     assert all(len(seen.owners_of(key)) == 1 for key in [*keys, "step"])
     assert [sum(key in keys for key, _ in each) for each in seen.written] == [2, 2, 2, 2]
     assert sorted(seen.metadata.state_dict_metadata) == sorted([*keys, "step"])
+
+
+def test_what_ranks_compare_is_kept_of_the_first_that_gives_it():
+    """Catches: a value that differs, kept of a rank that nobody named."""
+
+    def state(rank: int) -> Any:
+        own = {"late": 1, "small": torch.ones(2)} if rank else {}
+        return {"big": torch.ones(SMALL_BYTES), "best": rank, **own}
+
+    seen = group(state, 3)
+    assert [seen.owners_of(key) for key in ("best", "late", "small")] == [[0], [1], [1]]
+
+
+def test_a_dtensor_that_is_divided_otherwise_than_its_mesh_says_is_refused(tmp_path: Path):
+    """Catches: rows that are lost in silence, at a save or at a restore."""
+
+    def uneven(rank: int) -> Any:
+        return {"x": placed(torch.ones(5 - 2 * rank), [0, 1], [Shard(0)], (8,))}
+
+    with pytest.raises(SaveRefused, match="this rank has") as caught:
+        group(uneven)
+    assert caught.value.key == "x"
+    dcp.save({"x": torch.ones(8)}, checkpoint_id=tmp_path, no_dist=True)
+    with as_rank(0, 2), pytest.raises(RestoreFailed, match="is not what its mesh"):
+        DcpStates(DriverOptions(0, ranks=2)).survey("state", uneven(0), str(tmp_path), ())
+
+
+def test_parts_on_meshes_of_some_ranks_are_compared_by_their_place():
+    """Catches: the weights of one pipeline stage kept for another one's, without a word."""
+
+    def digests(rank: int, value: float) -> Mapping[str, int]:
+        with as_rank(rank, 4):
+            mesh = [0, 1] if rank < 2 else [2, 3]
+            state = {"x": placed(torch.full((4,), value), mesh, [Shard(0)], (8,))}
+            return DcpStates(DriverOptions(rank, ranks=4)).plan("state", state).digests()
+
+    first, second, other = digests(0, 1.0), digests(1, 1.0), digests(2, 2.0)
+    assert list(first) == list(other) == ["x at (0,)"] and first != other
+    assert not first.keys() & second.keys()
+
+
+@pytest.mark.parametrize(
+    ("state", "having", "words"),
+    [
+        (lambda rank: {"a": PerRank(1), f"a.rank_{1 - rank}": 2}, [0, 1], "that of a PerRank"),
+        (lambda rank: {"a": PerRank(1)}, [1], "rank 0 gives none"),
+    ],
+)
+def test_a_per_rank_that_is_not_each_ranks_is_refused(state, having, words):
+    """Catches: a value under the key of another rank's; a PerRank that no restore could give back."""
+    with pytest.raises(SaveRefused, match=words):
+        group(state, having=having)
+
+
+@pytest.mark.parametrize("where", [lambda m: {"app": {"model": m}}, lambda m: {"models": [m]}])
+def test_an_object_with_a_state_dict_below_the_top_is_refused(where):
+    """Catches: a module that is pickled whole, and the trainer's own left as it was by a restore."""
+    with pytest.raises(SaveRefused, match="give its state_dict"):
+        flat("state", where(torch.nn.Linear(2, 2)), 0, SaveRefused)
+
+
+def test_a_sharded_tensor_of_torch_has_a_plan():
+    """Catches: a kind of tensor that is accepted, and fails in the middle of a save."""
+    with as_rank(0, 1):
+        one = sharded_tensor.ones(ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
+        plan = DcpStates(DriverOptions(0)).plan("state", {"x": one})
+        assert (plan.expected_bytes, plan.digests()) == (16, {})
 
 
 def test_parts_of_a_tensor_are_those_of_their_ranks():
@@ -475,3 +546,30 @@ def test_values_of_megatron_core_do_not_fit_a_part_of_torch(directory):
     }
     with pytest.raises(RestoreFailed, match="'model.w' is a tensor.*a ShardedTensor"):
         restored(directory, template)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "keeps"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.float16, True),
+        (torch.float32, torch.float8_e4m3fn, False),
+        (torch.int64, torch.float16, False),
+        (torch.int64, torch.float32, True),
+        (torch.int16, torch.float16, True),
+        (torch.float64, torch.int64, False),
+        (torch.int32, torch.int64, True),
+        (torch.bool, torch.float8_e5m2, True),
+    ],
+)
+def test_a_dtype_that_does_not_hold_the_values_is_told_from_one_that_rounds(stored, wanted, keeps):
+    """Catches: a counter that becomes infinite in silence."""
+    assert keeps_values(stored, wanted) is keeps
+
+
+def test_a_target_whose_places_share_memory_is_refused_before_anything_is_filled(tmp_path: Path):
+    """Catches: a state that is half overwritten when torch finds it."""
+    dcp.save({"x": torch.ones(3, 2)}, checkpoint_id=tmp_path, no_dist=True)
+    states = DcpStates(DriverOptions(0))
+    with pytest.raises(RestoreFailed, match="share memory"):
+        states.survey("state", {"x": torch.zeros(3, 1).expand(3, 2)}, str(tmp_path), ())

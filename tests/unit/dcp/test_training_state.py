@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptfsm.core.errors import ConfigError, RestoreFailed
 from ckptfsm.core.parts import PerRank
+from ckptfsm.dcp.gate import Gate, GatedMemory
 from ckptfsm.dcp.training_state import TrainingState
 
 _EACH = ("loader", "rng_state")
@@ -239,3 +240,26 @@ def test_what_does_not_fit_is_told() -> None:
     lacking["state"] = {k: v for k, v in lacking["state"].items() if k != "norm.weight"}
     with pytest.raises(RestoreFailed, match=r"'optimizer' does not fit: .*norm\.weight"):
         trainer.state.load_state_dict({**whole, "optimizer": lacking})
+
+
+class Waiting(Gate):
+    """A gate that counts how often somebody waits at it."""
+
+    def __init__(self) -> None:
+        self.waits, self._engine, self._promise = 0, None, GatedMemory()
+
+    def before_update(self) -> None:
+        self.waits += 1
+
+
+def test_a_state_that_has_to_be_made_waits_for_the_save_in_flight() -> None:
+    """Catches: a save that fails, because weights were changed for a moment while it read them."""
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    gate = Waiting()
+    gate.attach(optimizer)
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert gate.waits == 1
+    TrainingState(model, optimizer).state_dict()
+    assert gate.waits == 2

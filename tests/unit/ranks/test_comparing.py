@@ -113,6 +113,13 @@ def test_a_key_of_its_own_is_no_difference_where_ranks_may_have_them():
         assert [[each.key for each in found] for found in heard] == [[], [], ["a"]]
 
 
+def test_ranks_that_have_a_key_are_compared_without_the_first():
+    """Catches: replicas of a later stage that disagree, because the first rank lacks the key."""
+    one, two, three = ({"state": each} for each in ({"x": 1}, {"y": 1}, {"y": 2}))
+    (found,) = compare([one, two, three], kind=DCP.name)
+    assert found == (Difference("state", "y", 1, (2,)),)
+
+
 def test_a_part_is_compared_with_the_first_of_its_ranks():
     """Catches: a comparison with rank 0, which does not have the part."""
     (found,) = compare([{}, {"critic": {"a": 1}}, {"critic": {"a": 2}}, {"critic": {"a": 1}}])
