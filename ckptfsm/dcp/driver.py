@@ -126,6 +126,7 @@ class StateDriver:
         if MEGATRON_CORE in sys.modules:
             self._load_megatrons()
 
+    @no_warning_is_an_error()  # as the import raises some
     def _load_megatrons(self) -> None:
         """Raises ``ConfigError`` if megatron-core is not installed, or too old."""
         if len(self._states) == 1:

@@ -677,7 +677,7 @@ def run(budget: Budget) -> LayerResult:
     result = LayerResult("fuzz")
     began = time.monotonic()
     each = budget.pick(pr=1_200, nightly=20_000, release=20_000)
-    written(), written_metadata(), written_metadata(in_shard=True)  # made once, for all children
+    written(), *map(written_metadata, get_args(Common))  # made once, for all children
     problem = legal_input_problem()
     if problem:
         result.violations.append(Violation("F30", problem, _REPLAY))
