@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.parts import PerRank, Planned
@@ -94,8 +94,7 @@ class DcpPlan:
         """The data of an item: the trainer's tensor itself or a view of it; bytes as a file."""
         value = self.flat.values[item.index.fqn]
         if item.type == WriteItemType.BYTE_IO:
-            plain = value.value if isinstance(value, PerRank) else value
-            return io.BytesIO(saved(tree_map(to_host, plain)))
+            return io.BytesIO(_pickled(value.value if isinstance(value, PerRank) else value))
         return _part_of(value, item)
 
     def stage(self, staging: Staging) -> PartJob:
@@ -207,6 +206,18 @@ def _check_parts(part: str, state: Flat, items: Sequence[WriteItem]) -> None:
                 part=part,
                 key=item.index.fqn,
             )
+
+
+def _pickled(value: Any) -> bytes:
+    """The bytes of a value, as it is unless a tensor in it is on an accelerator: another machine may
+    have none.
+    """
+    try:
+        found = tree_leaves(value)
+    except RecursionError:  # it contains itself, which pickle can write
+        found = []
+    away = any(isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in found)
+    return saved(tree_map(to_host, value) if away else value)
 
 
 def is_small(value: torch.Tensor) -> bool:

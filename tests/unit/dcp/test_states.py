@@ -245,6 +245,25 @@ def test_an_object_with_a_state_dict_below_the_top_is_refused(where):
         flat("state", where(torch.nn.Linear(2, 2)), 0, SaveRefused)
 
 
+def test_a_pickled_value_keeps_its_types():
+    """Catches: a size that comes back as a tuple, a parameter as a tensor; a value that contains itself
+    and fails in the middle of a save."""
+    loop: list[Any] = [1]
+    loop.append(loop)
+    states = DcpStates(DriverOptions(0))
+    plan = states.plan(
+        "state", {"x": (torch.nn.Parameter(torch.ones(2)), torch.Size([3])), "loop": (loop,)}
+    )
+    planned = states.merge("state", {0: plan.summary})
+    found = {
+        item.index.fqn: torch.load(data, weights_only=False)
+        for bucket in plan.buckets(0, planned)
+        for item, data in bucket
+    }
+    assert [type(each) for each in found["x"]] == [torch.nn.Parameter, torch.Size]
+    assert found["loop"][0][1] is found["loop"][0]
+
+
 def test_a_sharded_tensor_of_torch_has_a_plan():
     """Catches: a kind of tensor that is accepted, and fails in the middle of a save."""
     with as_rank(0, 1):
