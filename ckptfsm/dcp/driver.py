@@ -123,6 +123,10 @@ class StateDriver:
             TorchFiles(self.templates),
             *self._states,
         ]  # in this order
+        self._load_imported()
+
+    def _load_imported(self) -> None:
+        """Only a process that has imported megatron-core can have its values, or hear of them."""
         if MEGATRON_CORE in sys.modules:
             self._load_megatrons()
 
@@ -166,8 +170,7 @@ class StateDriver:
         return StateDraft(tuple(specs), in_place, summary, expected, digests, self, plans, values)
 
     def _taking(self, name: str, value: Any) -> SavedFormat:
-        if MEGATRON_CORE in sys.modules:  # only then can the state have such values
-            self._load_megatrons()
+        self._load_imported()
         found = next((each for each in self._saving if each.takes(value)), None)
         if found is None:
             raise ConfigError(
@@ -188,6 +191,7 @@ class StateDriver:
         return self._exchange.merge(summaries, self._merge_part)
 
     def _merge_part(self, part: str, summaries: Mapping[int, Any]) -> Planned:
+        self._load_imported()  # by the plans of others, if this rank gives no part
         first = next(iter(summaries.values()))
         [owner] = [each for each in self._states if each.summary is type(first)]
         return owner.merge(part, summaries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -12,8 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from ckptfsm import CheckpointManager, CkptFsmError
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused, UnusedKeysWarning
-from ckptfsm.core.ports import Transport
-from ckptfsm.dcp.driver import StateDriver
+from ckptfsm.dcp.driver import MEGATRON_CORE, StateDriver
 from ckptfsm.dcp.state_format import DriverOptions
 from ckptfsm.writers.plain_files import FilesDriver
 
@@ -32,8 +32,8 @@ def test_a_manager_takes_a_driver_for_another_kind_of_state(tmp_path) -> None:
     """Catches: a state that is not megatron-core's, for which a user would need another manager."""
     made = []
 
-    def driver(transport: Transport) -> FilesDriver:
-        made.append(transport.rank)
+    def driver(options: DriverOptions) -> FilesDriver:
+        made.append(options.rank)
         return FilesDriver()
 
     with CheckpointManager(tmp_path / "root", driver=driver) as ckpts:
@@ -65,6 +65,18 @@ def test_a_refused_save_takes_no_plans_from_rank_0() -> None:
             else:
                 driver.refuse()
     assert [draft.summary.plans is None for draft in drafts] == [False, True]
+
+
+def test_rank_0_without_a_part_merges_the_plans_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a part that rank 0 does not give, of a library that was imported after its manager was
+    made: the save fails there with an error about nothing that the trainer did."""
+    with monkeypatch.context() as earlier:
+        earlier.delitem(sys.modules, MEGATRON_CORE)
+        first = StateDriver(DriverOptions(0, ranks=2))
+    second = StateDriver(DriverOptions(1, ranks=2))
+    whole = {"x": ShardedTensor.from_rank_offsets("x", torch.ones(4))}
+    drafts = [first.draft({"critic": None}), second.draft({"critic": whole})]
+    assert set(first.merge([draft.summary for draft in drafts])) == {"critic"}
 
 
 def test_a_writer_that_cannot_start_at_rank_0_takes_no_plans_from_it() -> None:
