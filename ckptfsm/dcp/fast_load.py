@@ -182,12 +182,12 @@ class Stored(NamedTuple):
 
 
 def targets_by_file(
-    found: Iterable[Stored], directory: str, entries: Mapping[str, FileEntry]
+    found: Iterable[Stored | None], directory: str, entries: Mapping[str, FileEntry]
 ) -> dict[FileEntry, list[Target]]:
     """The items that can be read straight from files with a digest. Anything odd is left out."""
     targets: dict[FileEntry, list[Target]] = defaultdict(list)
     form = cache(form_of)
-    for each in found:
+    for each in filter(None, found):
         entry, blob = entries.get(join(directory, each.file)), form(each.data.dtype, each.shape)
         if entry is None or entry.digest is None or blob is None or blob.size != each.length:
             continue

@@ -145,6 +145,11 @@ def data_of(
     return Memory(address, size, mutable=mutable, early=mutable and held.may_change(value))
 
 
+def counts_steps(tensor: torch.Tensor) -> bool:
+    """True for a number of an optimizer: it tells of changes of DTensors that torch does not count."""
+    return tensor.dim() == 0 and tensor.is_floating_point()
+
+
 def saved(value: Any) -> bytes:
     """The bytes of ``torch.save``."""
     file = io.BytesIO()

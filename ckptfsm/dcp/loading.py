@@ -87,9 +87,8 @@ def survey_state(
     known, missing = stored.state_dict_metadata, set()
     for key in wanted.values:
         name = wanted.per_rank.get(key, key)
-        said = _misfit(key, wanted, known)
-        if name != key:
-            said = _other_ranks(name, known, ranks)
+        own = name != key
+        said = _other_ranks(name, known, ranks) if own else _misfit(key, wanted, known)
         if said and name in droppable and not wanted.is_tensor(key):
             missing.add(name)
         elif said:
@@ -208,7 +207,7 @@ def targets_in(
     }
     apart = apart_in_memory((key, data) for key, (_, data) in values.items())
     found = (_stored(metadata, key, *values[key]) for key in apart)
-    return targets_by_file((each for each in found if each), directory, entries)
+    return targets_by_file(found, directory, entries)
 
 
 def _filled(key: str, offset: tuple[int, ...], data: torch.Tensor) -> Filled:

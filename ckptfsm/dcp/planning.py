@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
-from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, saved, to_host
+from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, counts_steps, saved, to_host
 from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.state_format import Staging, stage_images
@@ -73,7 +73,7 @@ class DcpPlan:
             if not self.flat.is_tensor(key):
                 if key not in self.flat.per_rank:
                     objects[key] = value
-            elif is_small(value):
+            elif _is_small(value):
                 found[key] = _digest_of(value, SMALL_BYTES)
         for item in self.summary.plan.items:
             value = self.flat.values[item.index.fqn]
@@ -113,7 +113,7 @@ class DcpPlan:
         value = self.flat.values[key]
         if isinstance(value, DTensor):
             held.watch(key, value, value._local_tensor)
-        elif isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+        elif isinstance(value, torch.Tensor) and counts_steps(value):
             held.watch(key, value, value)
 
     def let_go(self) -> None:
@@ -131,20 +131,21 @@ class DcpPlans:
 
     def of(self, part: str, state: Flat) -> DcpSummary:
         """The plan of a state (local)."""
+        places = state.mappings()
         structure = [
             (
                 key,
                 path,
                 _form_of(state.values[key]) if state.is_tensor(key) else key in state.per_rank,
             )
-            for key, path in state.mappings().items()
+            for key, path in places.items()
         ]
         known = self._known.get(part)
         if known is not None and known[0] == structure:
             return known[1]
         items = [item for key in state.values for item in _items_of(key, state)]
         _check_parts(part, state, items)
-        plan = SavePlan(items, planner_data=state.mappings())
+        plan = SavePlan(items, planner_data=places)
         summary = DcpSummary(plan, frozenset(state.per_rank.values()))
         self._known[part] = structure, summary
         return summary
@@ -220,7 +221,7 @@ def _pickled(value: Any) -> bytes:
     return saved(tree_map(to_host, value) if away else value)
 
 
-def is_small(value: torch.Tensor) -> bool:
+def _is_small(value: torch.Tensor) -> bool:
     """True for a tensor of which ranks compare the values."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)

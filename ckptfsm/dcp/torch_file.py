@@ -30,7 +30,7 @@ from ckptfsm.core.layout import join
 from ckptfsm.core.parts import Planned
 from ckptfsm.core.ports import Finalizer
 from ckptfsm.dcp.blobs import DATA, Template, Templates, template_of
-from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, data_of, to_host
+from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, counts_steps, data_of, to_host
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.read_back import PathInState, StateReadBack, reason_of
 from ckptfsm.dcp.state_format import Staging
@@ -89,7 +89,7 @@ class _Storage:
         data = data_of(called, whole, host, held, copying=slot is not None)
         read_later = isinstance(data, Memory) and data.mutable
         for each in self.tensors:
-            if read_later or isinstance(each, DTensor) or _counts_steps(each):
+            if read_later or isinstance(each, DTensor) or counts_steps(each):
                 held.watch(called, each, whole)
         return data
 
@@ -97,11 +97,6 @@ class _Storage:
         size = self.storage.nbytes()
         host = self.storage.cpu()
         return ctypes.string_at(host.data_ptr(), size)
-
-
-def _counts_steps(tensor: torch.Tensor) -> bool:
-    """True for a number of an optimizer: it tells of changes of DTensors that torch does not count."""
-    return tensor.dim() == 0 and tensor.is_floating_point()
 
 
 def _has_shape(tensor: torch.Tensor) -> bool:

@@ -60,7 +60,7 @@ def targets_in(
     if metadata is None:
         return {}
     found = (_stored(metadata, shard) for shard in _plain_shards(state))
-    return targets_by_file((each for each in found if each), directory, entries)
+    return targets_by_file(found, directory, entries)
 
 
 def _plain_shards(state: Any) -> Iterator[ShardedTensor]:
