@@ -161,7 +161,8 @@ class CheckpointConfig(BaseModel):
     )
     layout: LayoutName = Field(
         default="megatron",
-        description="names of steps: `megatron` (`iter_0000100`) or `verl` (`global_step_100`)",
+        description="names of steps: `megatron` (`iter_0000100`), `verl` (`global_step_100`), `titan` "
+        "(`step-100`), `hf` (`checkpoint-100`) or `accelerate` (`checkpoint_100`)",
     )
     writer_files: Annotated[int, Field(ge=1, le=64)] = Field(
         default=2, description="files per rank and part"

@@ -45,7 +45,7 @@ JOB_NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 
-LayoutName = Literal["megatron", "verl"]
+LayoutName = Literal["megatron", "verl", "titan", "hf", "accelerate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,15 @@ class Layout:
     """The naming of step directories in a trainer: all other names are the same for every trainer.
 
     ``tree`` is the name of the torch_dist directories inside a step's directory; "" if there are none,
-    and the directory itself is the checkpoint.
+    and the directory itself is the checkpoint. ``by_tracker``: the trainer resumes from the step that a
+    tracker names, and not simply from the newest directory.
     """
 
     name: LayoutName
     prefix: str
     digits: int
     tree: str
+    by_tracker: bool = True
 
     def published_name(self, step: int) -> str:
         """``iter_0000100`` or ``global_step_100``: the name a stock reader looks for."""
@@ -84,8 +86,11 @@ class Layout:
 
 MEGATRON = Layout("megatron", "iter_", 7, "")
 VERL = Layout("verl", "global_step_", 1, "dist_ckpt")
+TITAN = Layout("titan", "step-", 1, "", by_tracker=False)
+HF = Layout("hf", "checkpoint-", 1, "", by_tracker=False)
+ACCELERATE = Layout("accelerate", "checkpoint_", 1, "", by_tracker=False)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {layout.name: layout for layout in (MEGATRON, VERL)}
+    {layout.name: layout for layout in (MEGATRON, VERL, TITAN, HF, ACCELERATE)}
 )
 
 

@@ -104,7 +104,8 @@ def plan(
         evidence = replace(evidence, aside=frozenset())
     if afresh:  # a fresh start takes the tracker away first
         evidence = replace(evidence, tracker=TrackerEvidence("missing"))
-    in_use = None if afresh else _newest_in_use(ledger, evidence, lost)
+    newest_counts = afresh or not (evidence.layout.by_tracker or interrupted)
+    in_use = None if newest_counts else _newest_in_use(ledger, evidence, lost)
     facts = _facts(ledger, evidence)
     known = [decide(each) for each in facts]
     decisions = _in_order(known, _unknown(facts, evidence, epoch, in_use))

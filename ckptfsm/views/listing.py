@@ -18,7 +18,6 @@ from ckptfsm.core.layout import (
     INBOX,
     JOBS,
     JOURNAL,
-    MEGATRON,
     PINS,
     PRIVATE,
     QUARANTINE,
@@ -98,7 +97,7 @@ def _contents_of(
         raise
     except (DamagedRoot, FileNotFoundError):  # for the doctor to judge, or pruned meanwhile
         return None
-    return AdoptedContents(size, _STOCK_PART if overview.layout is MEGATRON else ())
+    return AdoptedContents(size, () if overview.layout.tree else _STOCK_PART)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,17 @@ PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
 MINE = f"{sys.version_info[0]}.{sys.version_info[1]}"
-NAMED = ("torch", "megatron-core", "nvidia-resiliency-ext", "ray", "verl")  # in the table
+NAMED = (  # in the table
+    "torch",
+    "megatron-core",
+    "nvidia-resiliency-ext",
+    "ray",
+    "verl",
+    "torchtitan",
+    "accelerate",
+    "transformers",
+    "lightning",
+)
 PACKAGES = re.compile(r"^(torch|triton)==([^;\s]+)(?:; python_version >= \"3.12\")?$", re.M)
 # torch itself comes without its libraries of CUDA, see cpu_torch.py.
 BASE = (

@@ -32,7 +32,7 @@ from ckptfsm.core.evidence import (
     TrackerEvidence,
     went_on,
 )
-from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.layout import LAYOUTS, MEGATRON
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
@@ -447,6 +447,18 @@ def test_unknown_and_newer_than_the_tracker_is_reported_only():
     found = decide(ledger_of(BASE), evidence(names(100), whole(100), stock(200)))
     assert (only(found).result, only(found).actions) == ("reported", ())
     assert "newer than the tracker" in only(found).why
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_trainer_without_a_tracker_goes_on_from_the_newest_directory(layout):
+    """Catches: what a stock trainer saved after us left behind, where that trainer would resume from it;
+    a rollback that was cut short and comes back."""
+    there = replace(evidence(names(100), whole(100), stock(200)), layout=layout)
+    expected = "reported" if layout.by_tracker else "adopted"
+    assert only(decide(ledger_of(BASE), there)).result == expected
+    unfinished = decide(ledger_of(BASE), there, intent=Intent(True, 50))
+    (theirs,) = [d for d in unfinished.decisions if d.step == 200]
+    assert theirs.result == "reported"
 
 
 def test_unknown_and_anything_else_is_reported_never_touched():
