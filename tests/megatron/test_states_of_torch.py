@@ -32,6 +32,13 @@ def test_states_of_every_layout_are_restored_and_stock_loadable(cluster, root, t
     assert found == [{"step": 2, "unlike": []}] * 2
 
 
+def test_parts_that_megatron_fsdp_divides_in_its_own_way(cluster, root):
+    """Catches: rows of a DTensor where torch would put them, although its owner says otherwise; a rank
+    without any."""
+    found = cluster.run("torch_jobs.save_and_load_uneven", ranks=3, root=str(root))
+    assert found == [{"ours": [], "stock": []}] * 3
+
+
 def _whole_file(root: Path, file: Path, wanted: dict) -> None:
     """Stock makes one file of all ranks', nested as the state was."""
     dcp_to_torch_save(root / "iter_0000001", file)

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from jobs import TIMES, Here, Told
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptfsm import CheckpointManager, PerRank
@@ -155,3 +155,37 @@ def restore(here: Here, root: str, expected: str) -> Told:
         found = local(whole(restored.state))
     wanted = torch.load(Path(expected), weights_only=False)
     return {"step": restored.step, "unlike": unlike(found, local(wanted))}
+
+
+ROWS = (5, 0, 2)  # where torch would divide 7 into 3, 3 and 1
+
+
+def save_and_load_uneven(here: Here, root: str) -> Told:
+    """DTensors that Megatron-FSDP divides in its own way: our restore, and stock's load."""
+    here.join()
+    mesh = init_device_mesh("cpu", (here.world_size,))
+    first = sum(ROWS[: here.rank])
+    whole_value = torch.arange(21.0).reshape(7, 3)
+    state, ours, stock = (
+        _uneven(value[first : first + ROWS[here.rank]], mesh)
+        for value in (whole_value, torch.zeros(7, 3), torch.zeros(7, 3))
+    )
+    with CheckpointManager(root, **TIMES) as manager:
+        manager.save(1, state)
+        manager.wait_until_finished()
+        manager.restore(ours)
+    dcp.load(stock, checkpoint_id=f"{root}/iter_0000001")
+    saved = local(state)
+    return {"ours": unlike(local(ours), saved), "stock": unlike(local(stock), saved)}
+
+
+def _uneven(part: torch.Tensor, mesh: DeviceMesh) -> dict[str, Any]:
+    """A state as Megatron-FSDP prepares it for DCP."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+    made = DTensor.from_local(
+        part.clone(), mesh, [Shard(0)], shape=torch.Size((7, 3)), stride=(3, 1)
+    )
+    found: dict[str, Any] = {"model": {"w": made}, "step": 1}
+    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(found)
+    return found
