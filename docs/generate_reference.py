@@ -51,6 +51,7 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "queue": ("AsyncCallsQueue", "install", "Installed"),
         "megatron_lm": ("MegatronLMCheckpoints", "retain", "install", "InstalledTraining"),
+        "megatron_bridge": ("BridgeCheckpoints",),
         "ray": ("RayController",),
         "verl": ("install", "install_in_verl"),
         "verl.trainer": ("Checkpoints", "retention_of"),

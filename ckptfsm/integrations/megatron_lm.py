@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
@@ -78,8 +78,8 @@ class MegatronLMCheckpoints:
     """The checkpoints below ``save_dir``, in Megatron-LM's layout, with its calls.
 
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
-    ``CheckpointManager``, without ``retention`` and ``layout``. ``hooks`` are those of the manager of
-    ``save_dir``.
+    ``CheckpointManager``, without ``layout``, and without ``retention`` beside an interval. ``hooks``
+    are those of the manager of ``save_dir``.
 
     The root is opened at ``open`` or the first save; after ``terminate`` the next save opens it
     again. Call ``resumed`` after a load.
@@ -97,13 +97,15 @@ class MegatronLMCheckpoints:
         self.save_dir = str(Path(save_dir).absolute())
         self._hooks = tuple(hooks)
         base = config_of(config, settings)
-        if {"retention", "layout"} & base.model_fields_set:
+        own = "retention" in base.model_fields_set
+        if "layout" in base.model_fields_set or (own and save_retain_interval is not None):
             raise ConfigError(
-                "retention follows save_retain_interval, and the layout is Megatron's"
+                "give retention or save_retain_interval, not both; the layout is Megatron's"
             )
         if base.saves_again:
             raise ConfigError("Megatron-LM decides when it saves: on_failure is 'raise' or 'warn'")
-        self._config = base.model_copy(update={"retention": retain(save_retain_interval)})
+        policy = base.retention if own else retain(save_retain_interval)
+        self._config = base.model_copy(update={"retention": policy})
         self._managers: dict[str, CheckpointManager] = {}
         forked = self._config.model_copy(update={"engine": "fork"})  # requests need the trainer
         self._queue = AsyncCallsQueue(config=forked)
@@ -194,7 +196,7 @@ class MegatronLMCheckpoints:
             said = f"step {iteration}: not saved again, it is saved already"
             say(log.warning, "step_saved_already", said, step=iteration)
             return SaveHandle(iteration)
-        state = partial(_with_metadata, state_dict, content_metadata)
+        state = partial(with_metadata, state_dict, content_metadata)
         return self._begin(root, iteration, {**(parts or {}), "state": state}, reports)
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
@@ -292,7 +294,7 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [found for each in inner if each is not None for found in torch_optimizers(each)]
 
 
-def _with_metadata(
+def with_metadata(
     state_dict: StateDict, content_metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The state with the content metadata, as ``dist_checkpointing.save`` stores it."""
@@ -306,7 +308,7 @@ def _with_metadata(
 
 
 @dataclass(slots=True)
-class _Captured:
+class CapturedSave:
     """The arguments of ``dist_checkpointing.save``, in the guise of the request that it returns."""
 
     state_dict: dict[str, Any]
@@ -317,10 +319,16 @@ class _Captured:
         self.finalize_fns.append(closure)
 
 
-class _DistCheckpointing:
-    """Replaces the module ``dist_checkpointing`` inside ``megatron.training.checkpointing``."""
+class _CollectsAt(Protocol):
+    """``directory`` is the step's while a stock ``save_checkpoint`` collects the state, else ""."""
 
-    def __init__(self, module: Any, saves: _Patches) -> None:
+    directory: str
+
+
+class CapturingSaves:
+    """Replaces the module ``dist_checkpointing`` inside a stock module ``checkpointing``."""
+
+    def __init__(self, module: Any, saves: _CollectsAt) -> None:
         self._module = module
         self._saves = saves
 
@@ -343,7 +351,7 @@ class _DistCheckpointing:
                 shards, _ = save_preprocess(sharded_state_dict, validate_access_integrity=False)
                 sharded_strategy.apply_saving_parallelization(shards)
         metadata = options.get(CONTENT_METADATA)
-        return _Captured(sharded_state_dict, metadata)
+        return CapturedSave(sharded_state_dict, metadata)
 
     def load_common_state_dict(self, checkpoint_dir: str) -> Any:
         """Load the common state, which the trainer loads first; refuse a newer format before."""
@@ -371,7 +379,7 @@ class _Patches:
 
     def __init__(self, checkpointing: Any, settings: Mapping[str, Any]) -> None:
         self.directory = ""
-        self._captured: _Captured | None = None
+        self._captured: CapturedSave | None = None
         self._checkpointing = checkpointing
         self._settings = settings
         self._stock_save = checkpointing.save_checkpoint
@@ -434,7 +442,7 @@ class _Patches:
             raise ConfigError("save_checkpoint has not called dist_checkpointing.save: uninstall")
         fns = captured.finalize_fns
         reports += [c for c in fns if getattr(c, "__name__", "") in REPORTS]
-        return _with_metadata(captured.state_dict, captured.content_metadata)
+        return with_metadata(captured.state_dict, captured.content_metadata)
 
     def _tokenizer(self) -> dict[str, Any]:
         """The files of the tokenizer, where the closure of the tracker would write them."""
@@ -474,7 +482,7 @@ class _Patches:
         """Nothing: retention removes it, once the newer one is tracked."""
 
     def schedule_async_save(self, async_request: Any) -> None:
-        if isinstance(async_request, _Captured):
+        if isinstance(async_request, CapturedSave):
             self._captured = async_request
         elif self.directory:  # its closures may be the checkpoint's, the tracker's too
             raise ConfigError("a request beside the checkpoint's own is not saved here: uninstall")
@@ -535,7 +543,7 @@ class InstalledTraining:
                     ours = getattr(self._patches, name)
                     self._replaced.put_everywhere(module.__name__, name, ours)
         self._replaced.put(
-            checkpointing, "dist_checkpointing", _DistCheckpointing(stock, self._patches)
+            checkpointing, "dist_checkpointing", CapturingSaves(stock, self._patches)
         )
 
     @property

@@ -23,6 +23,7 @@ def test_a_change_runs_the_oldest_and_the_newest_of_each_trainer(capsys):
         "megatron-core-0.19",
         "nvrx-0.7",
         "megatron-lm-0.19",
+        "megatron-bridge-0.6",
         "ray",
         "verl-0.9.1-core-0.19",
     ]

@@ -56,7 +56,15 @@ CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
 NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
 NVRX = {"nvidia-resiliency-ext"}
-TRAINERS = ("ray", "verl", "torchtitan", "accelerate", "transformers", "lightning")  # not shared
+TRAINERS = (  # their files are not shared
+    "ray",
+    "verl",
+    "torchtitan",
+    "accelerate",
+    "transformers",
+    "lightning",
+    "megatron-bridge",
+)
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
@@ -65,6 +73,7 @@ NAMED = (  # in the table
     "torch",
     "megatron-core",
     "nvidia-resiliency-ext",
+    "megatron-bridge",
     "ray",
     "verl",
     "torchtitan",
@@ -157,6 +166,63 @@ VERL_ON_3_12 = (
 )
 # verl imports these and does not name them: every user who serves a model has them.
 VERL_UNNAMED = ("cachetools", "fastapi", "uvicorn")
+# What importing Megatron-Bridge needs; those that name torch would bring its CUDA.
+BRIDGE = (
+    (
+        "--no-deps",
+        "megatron-bridge==0.6.2",
+        "nvidia-modelopt==0.47.0",
+        "megatron-energon==7.4.1",
+        "multi-storage-client==1.3.1",
+        "mistral-common==1.13.1",
+        "transformers==5.12.1",
+        "diffusers==0.42.1",
+        "accelerate",
+        "bracex",
+        "braceexpand",
+        "deprecation",
+        "einops",
+        "filetype",
+        "lark",
+        "nvdlfw-inspect",
+        "open-clip-torch",
+        "peft",
+        "pycountry",
+        "pydantic-extra-types",
+        "qwen-vl-utils",
+        "rapidyaml",
+        "timm",
+        "torchdata",
+        "wcmatch",
+        "webdataset",
+        "xattr",
+    ),
+    (
+        "comet-ml",
+        "datasets",
+        "defusedxml",
+        "ftfy",
+        "httpx",
+        "huggingface-hub<2",
+        "hydra-core",
+        "importlib_metadata",
+        "jsonschema",
+        "ninja",
+        "nvidia-ml-py",
+        "omegaconf",
+        "pillow",
+        "pulp<4",
+        "python-box",
+        "regex",
+        "safetensors",
+        "scipy",
+        "tensorboard",
+        "tiktoken",
+        "tokenizers>=0.22,<=0.23.0",
+        "tqdm",
+        "wandb==0.29.0",
+    ),
+)
 # NVRx's wheels ask for a newer C library than many machines have; the parts used here are plain
 # Python.
 NVRX_ANYWHERE = (
@@ -210,13 +276,15 @@ class Target:
     def ran_with(self) -> str:
         """Of the row in ``ran.json``: the integrations, their tests, and what this target is.
 
-        Without the files of other trainers.
+        Without the files of other trainers, and without those of stock code if it runs none of it.
         """
         files = [
             *(ROOT / "ckptfsm/integrations").rglob("*.py"),
             *(ROOT / "tests/integrations").glob("*.py"),
         ]
         others = [trainer for trainer in TRAINERS if not self.name.startswith(trainer)]
+        if not set(self.tests) & set(TODAY_TESTS):
+            files = [file for file in files if not file.stem.endswith("_today")]
         used = {file for file in files if not any(_is_of(file, other) for other in others)}
         versions = [
             line
@@ -229,7 +297,7 @@ class Target:
 
 def _is_of(file: Path, trainer: str) -> bool:
     """True for a module of one trainer: below a folder of its name, or named after it."""
-    name = file.stem.removeprefix("test_")
+    name, trainer = file.stem.removeprefix("test_"), trainer.replace("-", "_")
     return file.parent.name == trainer or name == trainer or name.startswith(f"{trainer}_")
 
 
@@ -301,6 +369,14 @@ TARGETS = (
     # From 0.17 on the trainer is in the megatron-core package.
     Target("megatron-lm-0.18", "3.12", (_core("0.18.2", YAML),), LM_TESTS),
     Target("megatron-lm-0.19", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), LM_TESTS, always=True),
+    Target(
+        "megatron-bridge-0.6",
+        "3.12",
+        BRIDGE,
+        ("tests/integrations/test_megatron_bridge.py",),
+        borrows="megatron-lm-0.19",
+        always=True,
+    ),
     Target(
         "ray",
         "3.11",
