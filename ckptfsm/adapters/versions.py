@@ -24,6 +24,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "nvidia-resiliency-ext": ("0.4.1", "0.6.0", "0.7.0"),
         "ray": ("2.60.0",),
         "verl": ("0.7.1", "0.9.0", "0.9.1"),
+        "torchtitan": ("0.3.0",),
     }
 )
 OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -32,6 +33,7 @@ OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
         "megatron-core": (0, 13),
         "ray": (2, 40),
         "verl": (0, 7),
+        "torchtitan": (0, 3),
     }
 )
 _MODULES = MappingProxyType({"megatron-core": "megatron.core"})

@@ -164,6 +164,18 @@ VERL_ON_3_12 = (
         "urllib3",
     ),
 )
+TITAN_TESTS = ("tests/integrations/test_torchtitan.py",)
+# torchtitan without the CUDA that torchdata names through torch, and without Weights & Biases.
+TITAN = (
+    (
+        "--no-deps",
+        "torchtitan==0.3.0",
+        "torchdata==0.11.0",
+        "torch_checkpointing==0.1.1",
+        "spmd_types==0.2.3",
+    ),
+    ("datasets>=3.6,<4.8", "tokenizers", "safetensors", "tyro", "einops", "pillow", "tensorboard"),
+)
 # verl imports these and does not name them: every user who serves a model has them.
 VERL_UNNAMED = ("cachetools", "fastapi", "uvicorn")
 # What importing Megatron-Bridge needs; those that name torch would bring its CUDA.
@@ -384,6 +396,7 @@ TARGETS = (
         ("tests/integrations/test_ray.py",),
         always=True,
     ),
+    Target("torchtitan-0.3", "3.12", TITAN, TITAN_TESTS, always=True),
     Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),
     Target("verl-0.9.0", "3.11", _verl("0.9.0"), VERL_TESTS),
     Target(
