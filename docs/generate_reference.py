@@ -52,6 +52,7 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "queue": ("AsyncCallsQueue", "install", "Installed"),
         "megatron_lm": ("MegatronLMCheckpoints", "retain", "install", "InstalledTraining"),
         "megatron_bridge": ("BridgeCheckpoints",),
+        "torchtitan": ("checkpoints", "TitanCheckpoints"),
         "ray": ("RayController",),
         "verl": ("install", "install_in_verl"),
         "verl.trainer": ("Checkpoints", "retention_of"),

@@ -8,25 +8,32 @@ by ``dcp_load``, and purges.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-from ckptfsm.adapters.versions import missing, require
-
-require("torch", "torchtitan", extra="torchtitan")
+from ckptfsm.adapters.versions import installed, judge, missing
+from ckptfsm.core.config import CheckpointConfig, make_config
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.layout import PRIVATE, TITAN
+from ckptfsm.core.retention import KeepAll, LatestN
+from ckptfsm.dcp.checkpoint_manager import CheckpointManager as Manager
+from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.writers.plain_files import FileTree
 
 try:
-    import tyro
+    import torch.distributed as dist
+    import tyro  # type: ignore[import-not-found]
     from torchtitan.components.checkpointer import (
         MODEL,
         OPTIMIZER,
+        AsyncMode,
         BaseCheckpointManager,
         CheckpointManager,
     )
@@ -35,13 +42,7 @@ try:
 except ImportError as error:
     raise missing("torchtitan", error) from error
 
-from ckptfsm.core.config import CheckpointConfig, make_config
-from ckptfsm.core.errors import ConfigError
-from ckptfsm.core.layout import PRIVATE, TITAN
-from ckptfsm.core.retention import KeepAll, LatestN
-from ckptfsm.dcp.checkpoint_manager import CheckpointManager as Manager
-from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.ranks.handle import SaveHandle
+judge("torchtitan", installed("torchtitan"))
 
 _WHEN = "torchtitan decides when it saves: set checkpoint.interval"
 _OF_NOBODY: Mapping[str, str] = MappingProxyType(
@@ -69,6 +70,8 @@ class TitanCheckpoints(CheckpointManager):
     Construction, saves, loads and ``close`` are collective.
     """
 
+    save_future: Any
+
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         """Those of torchtitan, and ``settings`` of ``CheckpointManager`` (``hooks`` too).
@@ -83,9 +86,10 @@ class TitanCheckpoints(CheckpointManager):
             if self.enable:
                 _config_of(self)
 
-    def __init__(self, config: Config, *, base_folder: str = "", **built: Any) -> None:
+    def __init__(self, config: Any, *, base_folder: str = "", **built: Any) -> None:
         self.manager: Manager | None = None
         self.handle: SaveHandle | None = None
+        self._exact = True  # load the very step that is asked for
         # Stock's own way to save is left with nothing to do: no thread that purges, no further group.
         stock = replace(config, async_mode="disabled", keep_latest_k=0)
         super().__init__(stock, base_folder=base_folder, **built)
@@ -109,12 +113,29 @@ class TitanCheckpoints(CheckpointManager):
             self.manager.wait_for(self.handle)
         return saved
 
-    def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *_: Any, **__: Any) -> None:
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> None:
         """Begin the save of what torchtitan has collected for a step."""
         step = self._own_step(checkpoint_id)
         assert self.manager is not None and step is not None
-        self.handle = self.manager.save(step, state_dict)
-        self.save_future = cast("Future[Any]", self.handle)  # so that _wait_for_saving is called
+        if to_hf:
+            files = FileTree(partial(self._write_hf, state_dict), every_rank=True, directory="")
+            self.handle = self.manager.save(step, parts={"hf": files})
+        else:
+            self.handle = self.manager.save(step, state_dict)
+        self.save_future = self.handle  # so that _wait_for_saving is called
+
+    def _write_hf(self, state_dict: dict[str, Any], directory: str) -> None:
+        """Let all ranks write stock's safetensors into the directory of rank 0."""
+        first = [directory]
+        dist.broadcast_object_list(first, src=0)
+        super().dcp_save(state_dict, first[0], AsyncMode.DISABLED, to_hf=True)
 
     def _maybe_wait_for_staging(self) -> None:
         if self.manager is not None:
@@ -132,11 +153,12 @@ class TitanCheckpoints(CheckpointManager):
         newest = None if self.manager is None else self.manager.latest_step()
         if newest is not None and -1 < step < newest:
             raise ConfigError(
-                f"checkpoint.load_step is {step}, and {self.folder} has {newest}: saves up to that would "
-                f"be refused. Go back with `ckptfsm rollback {step} -r {self.folder}`, or give another "
-                f"checkpoint.folder and this step as checkpoint.initial_load_path",
+                f"checkpoint.load_step is {step}, and {self.folder} has {newest}: saves up to that "
+                f"would be refused. Go back with `ckptfsm rollback {step} -r {self.folder}`, or give "
+                "another checkpoint.folder, and this step as checkpoint.initial_load_path",
                 key="load_step",
             )
+        self._exact = step != -1
         return bool(super()._load(step))
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -156,9 +178,9 @@ class TitanCheckpoints(CheckpointManager):
             with self._kept(step):
                 super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        exact = None if step == self.manager.latest_step() else step  # else an older one may do
-        partial = OPTIMIZER not in state_dict or bool(self.exclude_from_loading)
-        restored = self.manager.restore(state_dict, step=exact, partial=partial)
+        exact = step if self._exact else None  # if the newest is damaged, the one before it
+        some = OPTIMIZER not in state_dict or bool(self.exclude_from_loading)
+        restored = self.manager.restore(state_dict, step=exact, partial=some)
         assert restored is not None
         self.states[MODEL].load_state_dict(restored.state)
 
@@ -200,11 +222,6 @@ def _config_of(config: TitanCheckpoints.Config) -> CheckpointConfig:
     for name in given:
         if name in _OF_NOBODY:
             raise ConfigError(f"{name} has no effect here: {_OF_NOBODY[name]}", key=name)
-    if config.last_save_in_hf:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf is not supported: leave it out, and convert the last checkpoint",
-            key="last_save_in_hf",
-        )
     if "retention" in given and config.keep_latest_k:
         raise ConfigError(
             f"retention and checkpoint.keep_latest_k={config.keep_latest_k} both say what to keep: set "
@@ -225,9 +242,8 @@ def _config_of(config: TitanCheckpoints.Config) -> CheckpointConfig:
     return made
 
 
-@override(
-    target=BaseCheckpointManager.Config,
-    description="checkpoints that ckptfsm drives",
+@override(  # type: ignore[untyped-decorator]
+    target=BaseCheckpointManager.Config, description="checkpoints that ckptfsm drives"
 )
 def checkpoints(config: Any, **settings: Any) -> TitanCheckpoints.Config:
     """The configuration of torchtitan's checkpointer, for checkpoints that ckptfsm drives.

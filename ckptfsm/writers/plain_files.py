@@ -41,10 +41,14 @@ class FileTree:
       rank of the job gives the part.
     - None: as False, but if several ranks give the part, a ``RanksDisagreeWarning`` says that the
       files of the others are not kept (see the setting ``ranks_disagree``).
+
+    ``directory`` is relative to the step's directory, by default the part's name. "" is the step's
+    directory itself, without the directories of other parts.
     """
 
     make: Callable[[str], None]
     every_rank: bool | None = None
+    directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +231,7 @@ def file_spec(name: str, value: Any) -> PartSpec | None:
     if isinstance(value, (bytes, bytearray)):
         return PartSpec(name, FILE.name)
     if isinstance(value, FileTree):
-        return PartSpec(name, TREE.name, name)
+        return PartSpec(name, TREE.name, name if value.directory is None else value.directory)
     return None
 
 

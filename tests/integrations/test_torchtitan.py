@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +20,18 @@ import pytest
 if not find_spec("torchtitan"):
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 
+import torch  # noqa: E402
 from cluster import await_file, free_port, states_of  # noqa: E402  of tests/megatron
+from snapshots import files_of  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
+from torchtitan.components.checkpointer import (  # noqa: E402
+    BaseCheckpointManager,
+    CheckpointManager,
+)
 from verl_servers import LIMIT_S, Server  # noqa: E402
 
 from ckptfsm.core.errors import ConfigError  # noqa: E402
+from ckptfsm.integrations.torchtitan import checkpoints  # noqa: E402
 
 pytestmark = pytest.mark.integration
 LAST = 12  # of the run that never stops
@@ -122,3 +130,115 @@ def test_stock_and_ours_resume_each_other(train: Trainer) -> None:
     train(10, begins=8)
     train(12, {}, begins=10, **keep)
     assert train.steps() == [2, 4, 10, 12]
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_save_costs_that_save_alone(
+    train: Trainer, tmp_path: Path
+) -> None:
+    """Catches: half a checkpoint that is resumed from; a rank that hangs at the end, or hides the error
+    that ended it; a step that cannot be saved again."""
+    gate, asynchronous = tmp_path / "gate", {"async_mode": "async", "keep_latest_k": 2}
+    job = train.start(
+        8,
+        {"engine": "fork", "exit_timeout_s": 1.0},
+        checkpoint=asynchronous,
+        hold=str(gate),
+        hold_at=4,
+    )
+    for rank in (0, 1):
+        assert await_file(tmp_path / f"held-{rank}", LIMIT_S), job.logs()
+    os.kill(job.pids[1], signal.SIGKILL)
+    assert job.ended() == [1, -signal.SIGKILL]
+    assert "gloo" in job.notes(0)["raised"], "the error of the trainer, not of its end"
+    assert train.steps() == [2]
+    train(8, {}, begins=2, checkpoint=asynchronous)
+    assert train.steps() == [6, 8]
+    assert states_of(train.root) == {6: "tracked", 8: "tracked"}
+    before = files_of(train.root)
+    train(9, {}, begins=6, checkpoint={"load_only": True, "load_step": 6})
+    older = train.start(9, {}, checkpoint={"load_step": 6})
+    assert older.ended() == [1, 1]
+    for rank in (0, 1):
+        assert "rollback 6" in older.notes(rank)["raised"], "not trained over 8, as stock would"
+    assert files_of(train.root).items() >= before.items()
+
+
+def test_a_trainer_that_fails_ends_with_its_error_and_the_save_in_flight_counts(
+    train: Trainer,
+) -> None:
+    """Catches: an end that waits for ranks which do not come, or says another error."""
+    job = train.start(8, {"exit_timeout_s": 30.0}, checkpoint={"async_mode": "async"}, fails_at=3)
+    assert job.ended() == [1, 1]
+    assert {job.notes(rank)["raised"] for rank in (0, 1)} == {"ArithmeticError: the trainer fails"}
+    train(4, {}, begins=2)
+
+
+@pytest.mark.parametrize("kind", ["model", "hf"])
+def test_the_last_save_is_stocks(server: Server, tmp_path: Path, kind: str) -> None:
+    """Catches: a last checkpoint with another content, dtype or name than stock's."""
+    checkpoint = {
+        "interval": 100,
+        "last_save_model_only": True,
+        "last_save_in_hf": kind == "hf",
+        "export_dtype": "bfloat16",
+    }
+    found = []
+    for ours in (None, {}):
+        place = tmp_path / ("stock" if ours is None else "ours")
+        Run(server, place, 1, ours, checkpoint=checkpoint).done()
+        step = place / "checkpoint/step-1"
+        if kind == "hf":
+            found.append({p.name: p.read_bytes() for p in step.rglob("*.safetensors")})
+        else:
+            dcp_to_torch_save(step, place / "state.pt")
+            found.append(torch.load(place / "state.pt"))
+    stock, ours = found
+    assert stock and stock.keys() == ours.keys()
+    for key, value in stock.items():
+        assert value.dtype is torch.bfloat16 and torch.equal(value, ours[key])
+
+
+def test_a_seed_checkpoint_starts_both(train: Trainer, tmp_path: Path) -> None:
+    """Catches: a step 0 that is not saved, or of which more is asked than the model; a start from
+    zero although the journal has a checkpoint."""
+    seed = {"create_seed_checkpoint": True, "last_save_model_only": True}
+    train.start(1, {}, size=1, checkpoint=seed).done()
+    losses = []
+    for ours in (None, {}):
+        found = train.start(1, ours, checkpoint={"load_only": ours is None}).done()
+        losses.append([notes["losses"] for notes in found])
+    assert losses[0] == losses[1] != []
+    assert states_of(train.root) == {0: "tracked", 1: "tracked"}
+    for step in train.steps():
+        shutil.rmtree(train.root / f"step-{step}")
+    lost = train.start(2, {})
+    assert lost.ended() == [1, 1]
+    assert lost.notes(1)["raised"].startswith("DamagedRoot")
+
+
+REFUSED = [
+    ({}, {"save_interval_steps": 5}, "checkpoint.interval"),
+    ({}, {"sync": True}, "checkpoint.async_mode"),
+    ({}, {"layout": "hf"}, "step-N"),
+    ({}, {"on_failure": "save_again(2)"}, "torchtitan decides"),
+    ({}, {"retention": {"latest_n": 1}}, "keep_latest_k"),
+    ({}, {"unheard_of": 1}, "unheard_of"),
+]
+
+
+@pytest.mark.parametrize(("stock", "ours", "said"), REFUSED)
+def test_a_setting_without_effect_is_refused(
+    stock: dict[str, Any], ours: dict[str, Any], said: str
+) -> None:
+    """Catches: a setting that counts for nothing, in silence."""
+    with pytest.raises(ConfigError, match=said):
+        checkpoints(CheckpointManager.Config(enable=True, **stock), **ours)
+
+
+def test_the_checkpointer_of_another_kind_is_refused() -> None:
+    """Catches: a run that goes on with other checkpoints than those it asked for."""
+    with pytest.raises(ConfigError, match="BaseCheckpointManager"):
+        checkpoints(BaseCheckpointManager.Config(enable=True))
+    ours = checkpoints(CheckpointManager.Config(enable=True), on_failure="warn")
+    assert checkpoints(ours, writer_files=1).settings == {"on_failure": "warn", "writer_files": 1}
+    assert checkpoints(CheckpointManager.Config(), sync=True).enable is False

@@ -1,9 +1,8 @@
 """Lets the real trainer of torchtitan run where there is no CUDA. Import it before torchtitan.
 
-Replaced: the name and the module of the device; the attention, which has no gradient on a CPU
-(``flex_attention``; here causal, as the text of the tests is one document); FSDP's reduction with a factor,
-which gloo has not; and the two seconds that rank 0 sleeps at the end. Training, saving and loading stay
-as they are.
+Replaced are the name and the module of the device, and the two seconds that rank 0 sleeps at the end.
+The attention is causal and no ``flex_attention``, which has no gradient on a CPU. FSDP adds gradients
+without a factor, which gloo has not. Training, saving and loading stay as they are.
 """
 
 from __future__ import annotations
