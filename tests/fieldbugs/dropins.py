@@ -1,7 +1,7 @@
 """Which tests of a drop-in show a report green under the trainer that it is about, by the report's name.
 
-Those of verl run with the real package (``make test-integrations``), those of Megatron with
-megatron-core on two ranks.
+Those of verl and torchtitan run with the real package (``make test-integrations``), those of Megatron
+with megatron-core on two ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ TRAINING = "tests/megatron/test_megatron_training.py"
 VERL = "tests/integrations/test_verl.py"
 SFT = "tests/integrations/test_verl_sft.py"
 COMMON = "tests/megatron/test_megatron_common.py"
+TITAN = "tests/integrations/test_torchtitan.py"
 NVRX = "tests/megatron/test_megatron_nvrx.py"
 
 _OLD_STAYS = f"{VERL}::test_the_old_checkpoint_stays_until_the_new_one_is_tracked"
@@ -63,5 +64,9 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             f"{NVRX}::test_I5_staged_requests_in_flight_together_keep_their_values",
             f"{NVRX}::test_I5_parts_of_the_same_structure_keep_their_values",
         ),
+        "titan-4197": (
+            f"{TITAN}::test_a_rank_that_is_killed_in_the_middle_of_a_save_costs_that_save_alone",
+        ),
+        "titan-4270": (f"{TITAN}::test_the_end_of_the_data_waits_for_the_save_in_flight",),
     }
 )

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-VERSIONS = "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25"
+VERSIONS = (
+    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0, verl 0.9.1 and torchtitan 0.3.0, "
+    "on 2026-11-27"
+)
 TESTS = "tests/integrations/test_field_bugs_today.py"
 OTHER = "another project"
 
@@ -63,6 +66,9 @@ TODAY: MappingProxyType[str, str] = MappingProxyType(
         "nvrx-staging": "still there (run): in shared memory with cached structure, in a temporal "
         "queue, or once a second queue was made; drained in a sole queue in `cpu_shm_mode`",
         "bridge-5778": OTHER,
+        "titan-4197": "still there (run): behind two half directories the whole checkpoint is deleted, "
+        "while the next one is in flight",
+        "titan-4270": "still there (run): `close` returns while the writer writes",
     }
 )
 

@@ -164,7 +164,7 @@ VERL_ON_3_12 = (
         "urllib3",
     ),
 )
-TITAN_TESTS = ("tests/integrations/test_torchtitan.py",)
+TITAN_TESTS = ("tests/integrations/test_torchtitan.py", *TODAY_TESTS)
 # torchtitan without the CUDA that torchdata names through torch, and without Weights & Biases.
 TITAN = (
     (

@@ -5,6 +5,7 @@ device. Moments: a ``Held`` writer stands at a gate until the test opens it.
 
 ``Maker``: asynchronous requests and queues of megatron-core or of nvidia-resiliency-ext.
 ``megatron``, ``fsdp`` and ``trainer``: verl's managers of a tiny model, and its trainer.
+``titan``: torchtitan's checkpointer of a tiny model, asynchronous.
 
 Run as a script: ``stock_today.py ROOT`` is a driver of verl that is killed in step 2.
 """
@@ -15,6 +16,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptfsm.testing.fakes import FifoGate
@@ -280,6 +283,49 @@ def finalize(manager: Any, root: Path, *steps: int) -> None:
             max_ckpt_to_keep=1,
             saved_any_dist_ckpt=True,
         )
+
+
+# ---------------------------------------------------------------------------------- torchtitan
+
+
+@pytest.fixture
+def titan(tmp_path: Path) -> Iterator[Any]:
+    """torchtitan's checkpointer, which keeps two."""
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = CheckpointManager.Config(
+        enable=True, interval=1, keep_latest_k=2, async_mode="async", folder=str(tmp_path)
+    )
+    made = CheckpointManager(
+        config,
+        dataloader=None,
+        model_parts=[torch.nn.Linear(2, 2)],
+        optimizers={},
+        lr_schedulers={},
+        states={},
+        sd_adapter=None,
+    )
+    yield made
+    made.maybe_wait_for_saving()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def held_writers() -> Iterator[None]:
+    """A block in which DCP's writers, threads of this process, do not begin."""
+    go, stock = threading.Event(), FileSystemWriter.write_data
+
+    def write_data(*arguments: Any, **keywords: Any) -> Any:
+        assert go.wait(WAIT_S)
+        return stock(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", write_data)
+        try:
+            yield
+        finally:
+            go.set()
 
 
 def be_killed_before_the_tracker(root: Path) -> None:

@@ -35,6 +35,7 @@ from stock_today import (
     answer,
     finalize,
     fsdp,
+    held_writers,
     kill_at,
     left,
     loaded,
@@ -54,13 +55,15 @@ GONE = "gone: mend tests/fieldbugs/today.py"
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    missing = find_spec(package) is None
+    top, _, _ = package.partition(".")
+    missing = find_spec(top) is None or find_spec(package) is None
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
-needs_core = needs("megatron")
+needs_core = needs("megatron.core")  # a folder of tests is named megatron
 needs_nvrx = needs("nvidia_resiliency_ext")
 needs_verl = needs("verl")
+needs_titan = needs("torchtitan")
 BOTH = pytest.mark.parametrize("maker", ["mcore", pytest.param("nvrx", marks=needs_nvrx)])
 
 
@@ -417,3 +420,34 @@ def test_a_used_up_loader_skips_the_next_epoch(rank: None, tmp_path: Path) -> No
     torch.save(position, tmp_path / "global_step_2/data.pt")
     ppo._load_checkpoint()
     assert len(list(ppo.train_dataloader)) == 2
+
+
+# -------------------------------------------------------------------------------- torchtitan
+
+
+@needs_titan
+@pytest.mark.field_bug("titan-4197")
+def test_half_checkpoints_take_the_places_of_a_whole_one(titan: Any, tmp_path: Path) -> None:
+    """Catches: a release that counts whole checkpoints (titan-4197). Today, behind two that killed runs
+    left half, the whole one is deleted before the next is written."""
+    titan.save(1)
+    titan.maybe_wait_for_saving()
+    assert titan._find_load_step() == 1
+    for step in (3, 4):
+        (tmp_path / f"step-{step}").mkdir()
+    with held_writers():
+        titan.save(2)
+        titan.close()  # the end of the thread that purges
+        assert not (tmp_path / "step-1").exists(), GONE
+        assert titan._find_load_step() == -1, GONE
+
+
+@needs_titan
+@pytest.mark.field_bug("titan-4270")
+def test_close_leaves_a_save_in_flight(titan: Any, tmp_path: Path) -> None:
+    """Catches: a release whose ``close`` waits (titan-4270). Today the process group is destroyed next,
+    beside a writer that needs it."""
+    with held_writers():
+        titan.save(1)
+        titan.close()
+        assert not titan.save_future.done(), GONE

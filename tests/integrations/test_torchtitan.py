@@ -216,6 +216,13 @@ def test_a_seed_checkpoint_starts_both(train: Trainer, tmp_path: Path) -> None:
     assert lost.notes(1)["raised"].startswith("DamagedRoot")
 
 
+def test_the_end_of_the_data_waits_for_the_save_in_flight(train: Trainer) -> None:
+    """Catches: a run that ends without its last step, and leaves the save to nobody."""
+    for notes in train.start(8, {}, checkpoint={"async_mode": "async"}, end=8).done():
+        train.check(notes, 0, 4)
+    assert states_of(train.root) == {2: "tracked", 4: "tracked"}
+
+
 REFUSED = [
     ({}, {"save_interval_steps": 5}, "checkpoint.interval"),
     ({}, {"sync": True}, "checkpoint.async_mode"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fieldbugs import megatron, newest, verl
+from fieldbugs import megatron, newest, torchtitan, verl
 from fieldbugs.catalogue import BY_NAME, PAGE, REPORTS, page, side_by_side
 from fieldbugs.dropins import DROPINS
 from fieldbugs.model import Action, search
@@ -67,7 +67,7 @@ def test_a_row_marked_run_has_a_test_that_runs_it():
 
 def test_every_report_of_verl_and_megatron_runs_against_a_drop_in():
     """Catches: a report that only the library's manager was tried on, a test that was renamed."""
-    reports = (*verl.REPORTS, *megatron.REPORTS, *newest.REPORTS)
+    reports = (*verl.REPORTS, *megatron.REPORTS, *newest.REPORTS, *torchtitan.REPORTS)
     without = {"bridge-5778"}  # retention is the library's
     assert list(DROPINS) == [each.name for each in reports if each.name not in without]
     for path, _, function in (test.partition("::") for tests in DROPINS.values() for test in tests):
