@@ -38,6 +38,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 from verl_servers import die_with_parent, serve_for_ever
 
+import ckptfsm.integrations.torchtitan  # noqa: F401  once, and not in each rank
 from ckptfsm.writers import rank_writer
 
 WORDS, LENGTH = 2048, 16
