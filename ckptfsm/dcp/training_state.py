@@ -117,7 +117,7 @@ class TrainingState:
         if self._loader is not None:
             state["loader"] = PerRank(self._loader.state_dict())
         if self._rng:
-            state["rng_state"] = PerRank(_random_state())
+            state["rng_state"] = PerRank(random_state())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class TrainingState:
         if self._loader is not None and "loader" in state_dict:
             self._loader.load_state_dict(_own(state_dict["loader"]))
         if self._rng and "rng_state" in state_dict:
-            _set_random_state(_own(state_dict["rng_state"]))
+            set_random_state(_own(state_dict["rng_state"]))
 
     @contextmanager
     def _every_state(self) -> Iterator[list[str]]:
@@ -304,7 +304,7 @@ def _refused(name: str) -> Iterator[None]:
         raise RestoreFailed(said, key=name) from error
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     """The states of the generators of random numbers, in values that torch can load."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
@@ -320,7 +320,7 @@ def _random_state() -> dict[str, Any]:
     return found
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
