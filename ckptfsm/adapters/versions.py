@@ -25,6 +25,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ray": ("2.60.0",),
         "verl": ("0.7.1", "0.9.0", "0.9.1"),
         "torchtitan": ("0.3.0",),
+        "lightning": ("2.6.6",),
     }
 )
 OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -34,6 +35,7 @@ OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
         "ray": (2, 40),
         "verl": (0, 7),
         "torchtitan": (0, 3),
+        "lightning": (2, 6),
     }
 )
 _MODULES = MappingProxyType({"megatron-core": "megatron.core"})
