@@ -116,6 +116,7 @@ NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
 LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
 SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
+LIGHTNING_TESTS = ("tests/integrations/test_lightning.py",)
 # verl is installed without the packages it names, because many are not imported here. These are.
 VERL_PLAIN = (
     "omegaconf",
@@ -397,6 +398,17 @@ TARGETS = (
         always=True,
     ),
     Target("torchtitan-0.3", "3.12", TITAN, TITAN_TESTS, always=True),
+    Target(
+        "lightning-2.6",
+        "3.12",
+        # Without the CUDA that it names through torch.
+        (
+            ("--no-deps", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "torchdata"),
+            ("tqdm", YAML),
+        ),
+        LIGHTNING_TESTS,
+        always=True,
+    ),
     Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),
     Target("verl-0.9.0", "3.11", _verl("0.9.0"), VERL_TESTS),
     Target(
