@@ -54,6 +54,7 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "megatron_bridge": ("BridgeCheckpoints",),
         "torchtitan": ("checkpoints", "TitanCheckpoints"),
         "ray": ("RayController",),
+        "lightning": ("LightningCheckpoints", "retain"),
         "verl": ("install", "install_in_verl"),
         "verl.trainer": ("Checkpoints", "retention_of"),
         "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "Copy"),
