@@ -25,7 +25,7 @@ from fieldbugs.model import Action
 from fieldbugs.player import Player, SimTrainer
 from fieldbugs.report import Report
 from fieldbugs.saveloop import Believing, Job, SaveLoop
-from fieldbugs.verl import resumed_from_100, sim
+from fieldbugs.verl import DeletesAtRequest, resumed_from_100, sim
 
 # -------------------------------------------------------------------- published before it is durable
 
@@ -486,5 +486,19 @@ REPORTS = (
         put_twice,
         both_are_whole,
         "a temporary name is its process's own and created exclusively",
+    ),
+    Report(
+        "lightning-1150",
+        "the new file is left to a thread, and the previous one deleted at once: a kill leaves nothing",
+        (
+            "https://github.com/Lightning-AI/pytorch-lightning/issues/1150",
+            "https://github.com/Lightning-AI/pytorch-lightning/pull/13658",
+        ),
+        DeletesAtRequest(),
+        SaveLoop(),
+        sim,
+        resumed_from_100,
+        "nothing is deleted before a newer one is tracked",
+        aliases=("lightning-async",),
     ),
 )

@@ -11,6 +11,8 @@ from types import MappingProxyType
 VERSIONS = (
     "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0, verl 0.9.1 and torchtitan 0.3.0, "
     "on 2026-11-27"
+    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25, and in "
+    "lightning 2.6.6, on 2026-11-27"
 )
 TESTS = "tests/integrations/test_field_bugs_today.py"
 OTHER = "another project"
@@ -58,6 +60,8 @@ TODAY: MappingProxyType[str, str] = MappingProxyType(
         "prime-rl-1763": OTHER,
         "metaseq-53": OTHER,
         "ferrosa-399": OTHER,
+        "lightning-1150": "still there (run): with `AsyncCheckpointIO`, no file is left while the "
+        "second is written",
         "verl-7401": "still there (run): the SFT trainer's handler loads the state; the PPO trainer "
         "no longer does",
         "swift-9908": OTHER,

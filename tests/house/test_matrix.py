@@ -26,6 +26,7 @@ def test_a_change_runs_the_oldest_and_the_newest_of_each_trainer(capsys):
         "megatron-bridge-0.6",
         "ray",
         "torchtitan-0.3",
+        "lightning-2.6",
         "verl-0.9.1-core-0.19",
     ]
     assert not any(test in target.tests for target in due for test in run.TODAY_TESTS)

@@ -406,7 +406,7 @@ TARGETS = (
             ("--no-deps", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "torchdata"),
             ("tqdm", YAML),
         ),
-        LIGHTNING_TESTS,
+        (*LIGHTNING_TESTS, *TODAY_TESTS),
         always=True,
     ),
     Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),

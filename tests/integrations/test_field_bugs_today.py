@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from functools import partial
@@ -64,6 +65,7 @@ needs_core = needs("megatron.core")  # a folder of tests is named megatron
 needs_nvrx = needs("nvidia_resiliency_ext")
 needs_verl = needs("verl")
 needs_titan = needs("torchtitan")
+needs_lightning = needs("lightning")
 BOTH = pytest.mark.parametrize("maker", ["mcore", pytest.param("nvrx", marks=needs_nvrx)])
 
 
@@ -451,3 +453,37 @@ def test_close_leaves_a_save_in_flight(titan: Any, tmp_path: Path) -> None:
         titan.save(1)
         titan.close()
         assert not titan.save_future.done(), GONE
+# --------------------------------------------------------------------------------------- lightning
+
+
+@needs_lightning
+@pytest.mark.field_bug("lightning-1150")
+def test_lightning_deletes_before_its_thread_has_written(tmp_path: Path) -> None:
+    """Catches: a release that keeps the previous file until the next one is there (lightning-1150).
+    Today no file is there while the thread of ``AsyncCheckpointIO`` writes the second."""
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+    from lightning_job import Run
+
+    first, looked, left = threading.Event(), threading.Event(), []
+
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            assert not first.is_set() or looked.wait(WAIT_S)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            first.set()
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step > 0:
+                assert first.wait(WAIT_S)
+                left.append([each.name for each in tmp_path.iterdir()])
+            if trainer.global_step == 2:
+                looked.set()
+
+    keeps = [Look(), ModelCheckpoint(tmp_path, every_n_train_steps=1)]
+    plugins = {"plugins": [AsyncCheckpointIO(Slow())]}
+    Run(epochs=1, stop=3, callbacks=keeps, trainer=plugins).fit()
+    assert left[:2] == [["epoch=0-step=1.ckpt"], []], GONE

@@ -200,6 +200,21 @@ def test_retention_deletes_only_after_a_newer_one_is_tracked(tmp_path: Path) -> 
     assert steps_in(tmp_path) == [5] and there == sorted(there)
 
 
+def test_stock_trains_batches_twice_and_repeats_the_order_of_the_first_epoch(
+    tmp_path: Path, whole: Any
+) -> None:
+    """Catches: a release of Lightning that restores the place in the data and the random numbers
+    (pytorch-lightning #19764): then the page has to say so. Compare the first test of this file."""
+    keeps = [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)]
+    losses(stop=6, callbacks=keeps)
+    data = {step: of[1] for step, of in whole.items()}
+    for step, again in ((3, {4: 1, 5: 2}), (5, {6: 1, 7: 2, 8: 3, 9: 4, 10: 5})):
+        resumed = losses(load=str(tmp_path / f"epoch=0-step={step}.ckpt"), epochs=2)
+        assert {later: resumed[later][1] for later in again} == {
+            later: data[earlier] for later, earlier in again.items()
+        }
+
+
 # ---------------------------------------------------------------------------------- two ranks
 
 
