@@ -84,8 +84,8 @@ class LightningCheckpoints(ModelCheckpoint):
     - ``monitor``, ``mode``, ``every_n_train_steps``, ``train_time_interval``, ``every_n_epochs`` and
       ``save_on_train_epoch_end`` are those of ``ModelCheckpoint``. With ``monitor`` too, each save
       that is due is made: which ones stay is the retention's decision.
-    - ``save_top_k`` is short for a ``retention``: k stands for the newest and the k best by
-      ``monitor``, 1 without ``monitor`` for the newest, -1 for all of them, which is the default.
+    - ``save_top_k`` is short for a ``retention``. With ``monitor``, k keeps the newest and the k best.
+      Without it, 1 keeps the newest. By default, and with -1, all stay.
     - A SIGTERM, which ends ``fit`` after a batch, saves first. ``save_on_exception`` saves after any
       exception, in a job of one rank.
     - ``weights_only``: as in ``trainer.fit(weights_only=...)``. A save refuses what could not be loaded

@@ -26,7 +26,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_job import Run, Small, losses, rank
 
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import ConfigError, ReshardWarning
 from ckptfsm.core.retention import LatestN
 from ckptfsm.integrations.lightning import FILE, LightningCheckpoints, retain
 
@@ -238,6 +238,10 @@ def test_two_ranks_resume_after_sigkills_during_a_save(
     newest = root / "iter_0000005"
     stock = two(load=str(newest if strategy == "fsdp2" else newest / FILE), **how)
     assert [min(each) for each in stock] == [6, 6]
+    if strategy == "ddp":  # on one rank: without the random numbers, and with a word of it
+        with pytest.warns(ReshardWarning, match="rng_state"):
+            alone = losses(root=str(root), epochs=3)
+        assert min(alone) == 11
 
 
 # ------------------------------------------------------------------------------- what is refused
