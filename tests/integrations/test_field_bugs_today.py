@@ -56,12 +56,6 @@ GONE = "gone: mend tests/fieldbugs/today.py"
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    top, _, _ = package.partition(".")
-    missing = find_spec(top) is None or find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
-
-
-needs_core = needs("megatron.core")  # a folder of tests is named megatron
     parent = package.rpartition(".")[0]
     missing = bool(parent) and find_spec(parent) is None or find_spec(package) is None
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
@@ -459,6 +453,8 @@ def test_close_leaves_a_save_in_flight(titan: Any, tmp_path: Path) -> None:
         titan.save(1)
         titan.close()
         assert not titan.save_future.done(), GONE
+
+
 # --------------------------------------------------------------------------------------- lightning
 
 
