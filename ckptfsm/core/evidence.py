@@ -104,6 +104,7 @@ class Evidence:
     - ``trashed``: the attempts with a directory in the trash.
     - ``restorable``: the prunable attempts with a whole directory in the trash.
     - ``mounts``: published names on another file system.
+    - ``unnamed``: in words, what has metadata and no step's name; looked for if no step is known.
     """
 
     tracker: TrackerEvidence
@@ -116,6 +117,7 @@ class Evidence:
     trashed: frozenset[AttemptId] = frozenset()
     restorable: frozenset[AttemptId] = frozenset()
     mounts: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
 
 
 def is_whole(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:

@@ -75,6 +75,7 @@ _COMPLETE = "start the job: it completes the save, and doctor --fix cannot"
 _FALL_BACK = "put a good copy back, or start the job, or: ckptfsm doctor --fix"
 _PUT_BACK = "put a good copy back; begin again only if there is none"
 _PUT_BACK_OR_RESTORE = "put a good copy back, or: ckptfsm quarantine restore {name}"
+_AS_SAID = "do as the message says: nothing is lost, and no step has to be given up"
 _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last copy"
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
@@ -172,12 +173,13 @@ def _of_refusal(refused: DamagedRoot, facts: Situation) -> Finding:
     unfinished = facts.intent.unfinished
     hopeless = unfinished != "fresh" and "evidence" in refused.facts
     if unfinished and not hopeless:
-        remedy = "do as the message says: nothing is lost, and no step has to be given up"
-        return Finding("rollback-refused", _BROKEN, refused.message, remedy)
+        return Finding("rollback-refused", _BROKEN, refused.message, _AS_SAID)
     if facts.owner.ownership is Ownership.LIVES and "evidence" in refused.facts:
         why = "; ".join(refused.facts["evidence"])
         words = f"{facts.owner}, and no checkpoint is left that a start could resume from: {why}"
         return Finding("nothing-to-resume-from", _BROKEN, words, _ONLY_COPY)
+    if facts.evidence.unnamed:
+        return Finding("nothing-to-resume-from", _BROKEN, refused.message, _AS_SAID)
     aside = {of: name for name in facts.quarantined if (of := parse_aside(name)) is not None}
     if not aside:
         return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)

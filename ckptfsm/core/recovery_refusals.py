@@ -99,10 +99,10 @@ def reasons_against_scratch(
     """The evidence of a checkpoint, which speaks against a start from scratch (I8)."""
     telling = [d for d in decisions if _tells_of_a_checkpoint(d, interrupted, evidence)]
     named = evidence.tracker.found in ("step", "torn")
-    nothing = not telling and not lost and (interrupted or not named)
+    nothing = not (telling or lost or evidence.unnamed) and (interrupted or not named)
     if evidence.release or nothing:
         return ()
-    reasons = [f"{d.subject}: {d.why}" for d in telling]
+    reasons = [f"{d.subject}: {d.why}" for d in telling] + [*evidence.unnamed]
     reasons += [f"step {of.step} ({of}) is not usable, said the last run" for of in sorted(lost)]
     if named:
         reasons.append(f"the tracker says {_told_by(evidence.tracker)}")
@@ -127,7 +127,7 @@ def hopeless(reasons: Sequence[str]) -> DamagedRoot:
     return DamagedRoot(
         "there is evidence of a checkpoint but none to resume from: "
         + "; ".join(reasons[:5])
-        + ". Repair it, or pass resume='fresh' to move it to quarantine and begin again",
+        + ". Repair it, or pass resume='fresh' to move it to quarantine and begin again: only steps move",
         evidence=tuple(reasons),
     )
 

@@ -5,8 +5,9 @@ A damaged document is a finding, not an error; one of a newer version stops ever
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from ckptfsm.core.evidence import (
 from ckptfsm.core.formats import is_shard
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
+    LAYOUTS,
     MANIFEST,
     PINS,
     PRIVATE,
@@ -35,6 +37,7 @@ from ckptfsm.core.layout import (
     TRASH,
     Layout,
     begun_name,
+    join,
     parse_aside,
     parse_attempt,
     parse_pin,
@@ -55,6 +58,7 @@ from ckptfsm.disk.durable import (
     read_document,
     walk_files,
 )
+from ckptfsm.disk.pickle_stubs import METADATA
 from ckptfsm.disk.receipts import CheckedReceipt, Receipts
 from ckptfsm.disk.stock import COMMON, inspect_stock
 
@@ -351,6 +355,29 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
     return newest
 
 
+def unnamed_checkpoints(storage: Storage, layout: Layout, names: Iterable[str]) -> Iterator[str]:
+    """In words: which of these names of the root has a ``.metadata``; "" is the root itself.
+
+    One look at each. A link is not followed, and a directory that is closed to this user tells nothing.
+    """
+    for name in names:
+        try:
+            found = lookup(storage, join(name, METADATA))
+        except OSError as error:
+            if error.errno != errno.EACCES and not is_about_content(error):
+                raise
+            continue
+        if found is None or found.kind != "file":
+            continue
+        other = [each for each in LAYOUTS if LAYOUTS[each].is_published(name)]
+        way = f"give it that of its step, such as {layout.published_name(100)}"
+        if not name:
+            way = "give the directory above it as the root"
+        elif other:
+            way = f"open the root with layout={other[0]!r}"
+        yield f"{name or 'the root itself'} has a {METADATA} and no step's name: {way}"
+
+
 def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidence:
     """Look at everything that recovery decides from, in one pass."""
     published: dict[int, PublishedEvidence] = {}
@@ -359,7 +386,8 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     device = storage.stat("").device
     staged = (State.REQUESTED, State.FORKED, State.FAILED)  # never had its name, if not in place
     known = {c.step for c in ledger.checkpoints.values() if c.in_place or c.state not in staged}
-    for name in list_names(storage, ""):
+    names = list_names(storage, "")
+    for name in names:
         step = layout.parse_published(name)
         if step is None:
             continue
@@ -385,6 +413,9 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     leaving = [c for c in ledger.in_state(State.PRUNABLE) if c.id in trashed]
     back = (c.id for c in leaving if which_comes_back(storage, layout, c, trashed[c.id]))
     tracker = read_tracker(storage)
+    unnamed: Iterable[str] = ()
+    if not published and ledger.latest() is None:
+        unnamed = unnamed_checkpoints(storage, layout, ("", *names))
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
     return Evidence(
         tracker,
@@ -397,4 +428,5 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
         frozenset(trashed),
         frozenset(back),
         tuple(mounts),
+        tuple(unnamed),
     )

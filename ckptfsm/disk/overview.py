@@ -21,7 +21,12 @@ from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.core.retention import describe_tracked, rules_that_keep
 from ckptfsm.disk.durable import list_names, lookup
-from ckptfsm.disk.inspection import pinned_steps, read_tracker, reader_leases
+from ckptfsm.disk.inspection import (
+    pinned_steps,
+    read_tracker,
+    reader_leases,
+    unnamed_checkpoints,
+)
 from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
 
@@ -65,7 +70,8 @@ def look(storage: Storage) -> Overview:
     names = list_names(storage, "")
     layout = LAYOUTS.get(history.layout) or layout_of_names(names)
     published = {n: step for n in names if (step := layout.parse_published(n)) is not None}
-    if not published and PRIVATE not in names and TRACKER not in names:
+    ours = published or PRIVATE in names or TRACKER in names
+    if not ours and not any(unnamed_checkpoints(storage, layout, names)):
         raise ConfigError(
             "there is no checkpoint and no journal: this is no root",
             root=storage.root,

@@ -144,4 +144,5 @@ def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
         aside=aside,
         trashed=trashed,
         restorable=back,
+        unnamed=("ckpt_7",) if draw(st.booleans()) else (),
     )

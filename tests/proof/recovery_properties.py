@@ -171,6 +171,7 @@ def recovery_is_lawful_and_loses_nothing(root, resume):
         adoptable = [p for p in evidence.published.values() if p.found in ("manifest", "stock")]
         named = evidence.tracker.found in ("step", "torn")
         assert not adoptable or not named, "I8: from scratch beside a complete checkpoint"
+        assert not evidence.unnamed or evidence.release, "I8: from scratch beside a .metadata"
         assert not named, "I8: from scratch although the tracker says something"
         assert not tracked_in_journal or evidence.release or not evidence.published, (
             "I8: from scratch although the journal knows one"

@@ -133,6 +133,11 @@ def _nothing_left(root: Path) -> None:
     (root / METADATA).unlink()
 
 
+def _no_steps_name(root: Path) -> None:
+    (root / "ckpt_20").mkdir(parents=True)
+    (root / "ckpt_20" / ".metadata").touch()
+
+
 def _to_complete(root: Path) -> None:
     """Every shard was durable when the process died, and the checkpoint had no name yet."""
     job = real_job(root)
@@ -173,6 +178,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F19 gutted": ("checkpoint-damaged", _without(METADATA)),
     "F19 named": ("tracker-names-no-checkpoint", _tracker("17")),
     "F19 all": ("nothing-to-resume-from", _nothing_left),
+    "I8 no step's name": ("nothing-to-resume-from", _no_steps_name),
     "F20": ("journal-damaged", _journal),
     "F20 purged": ("journal-shortened", _shortened),
     "F20 newest": ("journal-cut", _cut),

@@ -23,7 +23,7 @@ from ckptfsm.cli import quarantine
 from ckptfsm.coordinator.adopting import adopt_directory, require_intact
 from ckptfsm.coordinator.applier import Applier
 from ckptfsm.core.config import make_config
-from ckptfsm.core.errors import OutcomeUnknown, RecoveryWarning
+from ckptfsm.core.errors import DamagedRoot, OutcomeUnknown, RecoveryWarning
 from ckptfsm.core.layout import MEGATRON, TRACKER
 from ckptfsm.disk.inspection import inspect_published, read_tracker
 from ckptfsm.disk.ownership import RootOwnership
@@ -286,6 +286,19 @@ def test_adopt_makes_a_root(name, there, tmp_path, capsys):
     assert latest(capsys, root) == "A start would resume from step 40."
     place = root / ("global_step_40" if name.startswith("global") else "iter_0000040")
     assert place.is_dir() and said(capsys, "verify", root).startswith("step 40: good")
+
+
+def test_I8_a_checkpoint_without_a_steps_name_is_adopted_where_it_stands(tmp_path, capsys):
+    """Catches: a start that begins at zero beside it, or refuses and leaves no way to use it."""
+    stock(tmp_path / "ckpt_40")
+    with pytest.raises(
+        DamagedRoot, match="ckpt_40 has a .metadata and no step's name: give it that"
+    ):
+        real_root(tmp_path)
+    assert "begin again: only steps move" in ran(capsys, "doctor", "-r", tmp_path)[1]
+    out = said(capsys, "adopt", "ckpt_40", "--step", "40", "-r", tmp_path)
+    assert "no checkpoint is in service" in out and "the latest is step 40" in out
+    real_root(tmp_path, 50)
 
 
 def test_adopt_makes_no_root_for_what_it_refuses(tmp_path, capsys):

@@ -511,6 +511,8 @@ def test_F33_a_crash_in_the_very_first_save_begins_at_zero():
         (ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED)), evidence(names(200))),
         (ledger_of(checkpoint(100, S.FORKED)), evidence(names(100))),
         (ledger_of(checkpoint(100, S.QUARANTINED)), evidence(names(100))),
+        (Ledger(), evidence(MISSING, unnamed=("ckpt_100 has a .metadata",))),
+        (ledger_of(checkpoint(100, S.FORKED)), evidence(MISSING, unnamed=("the root itself",))),
     ],
 )
 @pytest.mark.parametrize("resume", ["fallback", "strict"])
@@ -519,6 +521,16 @@ def test_I8_hopeless_is_damaged_root_never_scratch(ledger, ev, resume):
     with pytest.raises(DamagedRoot) as caught:
         decide(ledger, ev, resume)
     assert caught.value.evidence and "resume='fresh'" in str(caught.value)
+
+
+def test_I8_a_checkpoint_without_a_steps_name_is_left_alone_by_a_fresh_start():
+    """Catches: a root that cannot begin anew, or is refused beside a checkpoint to resume from."""
+    beside = ("ckpt_100 has a .metadata",)
+    assert decide(Ledger(), evidence(MISSING, unnamed=beside), "fresh") == Plan(())
+    release = evidence(TrackerEvidence("release"), release=True, unnamed=beside)
+    assert decide(Ledger(), release) == Plan(())
+    found = decide(ledger_of(BASE), evidence(names(100), whole(100), unnamed=beside))
+    assert found.survivors == {100} and found.warnings == ()
 
 
 def test_a_hopeless_root_is_told_in_a_few_words_and_carries_them_all():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from ledgers import ledger_of
 
-from ckptfsm.adapters.posix_storage import digest_of
+from ckptfsm.adapters.posix_storage import digest_of, opened_storage
 from ckptfsm.core import layout
 from ckptfsm.core.documents import (
     FileEntry,
@@ -347,6 +350,42 @@ def test_gather_on_an_empty_root():
     """F33. Catches: an error on the very first start."""
     found = gather_evidence(SimStorage(SimDisk(), "reader"), MEGATRON, Ledger())
     assert (found.tracker.found, dict(found.published), dict(found.staging)) == ("missing", {}, {})
+
+
+@pytest.mark.parametrize("name", ["ckpt_100", "release", "step-100", ""])
+def test_I8_a_checkpoint_without_a_steps_name_is_found(name: str):
+    """Catches: a start from zero beside a checkpoint of another loop, or inside of one."""
+    disk = SimDisk()
+    if name:
+        make_dirs(SimStorage(disk, "other"), name)
+    disk.plant_file(f"{name}/.metadata".lstrip("/"), b"whatever")
+    (found,) = gather_evidence(reader(disk), MEGATRON, Ledger()).unnamed
+    assert (name or "the root itself") in found
+    assert ("layout='titan'" in found) == (name == "step-100")
+    known = Ledger({OF: Checkpoint(OF, State.TRACKED, (PartSpec("state"),), 1)})
+    assert gather_evidence(reader(disk), MEGATRON, known).unnamed == ()
+
+
+def test_I8_what_else_lies_in_a_root_is_no_evidence(tmp_path: Path):
+    """Catches: logs that keep a job from its first start; a link that is followed; a directory of
+    the administrator's."""
+    for name in ("tensorboard", "wandb/run-1", "workspace/.metadata", "lost+found"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+    (tmp_path / "root" / "wandb" / "run-1" / ".metadata").touch()
+    (tmp_path / "root" / "train.log").touch()
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / ".metadata").touch()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "else")
+    with opened_storage(tmp_path / "root") as storage:
+        stat = storage.stat
+
+        def as_another_user(path: str):
+            if path.startswith("lost+found/"):
+                raise PermissionError(errno.EACCES, "not for you")
+            return stat(path)
+
+        with patch.object(storage, "stat", as_another_user):
+            assert gather_evidence(storage, MEGATRON, Ledger()).unnamed == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
