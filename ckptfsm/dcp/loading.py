@@ -104,7 +104,11 @@ def stored_in(part: str, directory: str) -> Metadata:
     Raises ``DamagedRoot`` for metadata that are damaged, or name other files.
     """
     path = Path(directory, METADATA)
-    metadata = read_planned(path.read_bytes())
+    try:
+        metadata = read_planned(path.read_bytes())
+    except DamagedRoot as error:
+        said = f"part {part!r}: {METADATA}: {error.message}"
+        raise DamagedRoot(said, part=part, file=str(path)) from error
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:

@@ -222,8 +222,7 @@ class Restorer:
         step = located.step
         wanted = self._everywhere(step, self._with_others, located, named)
         directories = self._everywhere(step, self._part_directories, located, wanted)
-        droppable = self.config.reshard_drops
-        survey = self._everywhere(step, self.driver.survey, wanted, directories, droppable)
+        survey = self._survey(located, wanted, directories)
         dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
         found = self._everywhere(step, self._check_surveys, surveys, dropped)
@@ -238,6 +237,25 @@ class Restorer:
         only = next(iter(own.values())) if len(own) == 1 else None
         keys = tuple(sorted(dropped)), tuple(sorted(unused))
         return Restored(step, only, own, *keys, directory)
+
+    def _survey(
+        self, located: Located, wanted: Mapping[str, Any], directories: Mapping[str, str]
+    ) -> Survey:
+        """This rank's survey. ``_FoundDamaged`` if metadata are bad whose content nobody had compared.
+
+        Metadata that cannot be read, and are as they were written, are no damage.
+        """
+        droppable = self.config.reshard_drops
+        survey, failure = _attempt(self.driver.survey, wanted, directories, droppable)
+        if self.config.verify != "digests":
+            names = {name for spec in located.parts for name in spec.format.metadata}
+            found = [e for e in located.files if e.name.rpartition("/")[2] in names]
+            fits = failure is None or isinstance(failure, (RestoreFailed, ConfigError, *_LEAVING))
+            look = partial(check_digests, self.storage, located.directory, () if fits else found)
+            if problem := first_problem(self.transport, _attempt(look)[0] or ""):
+                raise _FoundDamaged(problem)
+        self._agree_that_none_failed(located.step, failure)
+        return cast("Survey", survey)
 
     def _read(self, step: int, verified: _Verified) -> None:
         """Read this rank's files into its state. ``_FoundDamaged`` if any rank found a bad one."""
@@ -299,7 +317,7 @@ class Restorer:
         """Raise if this rank or another one failed. See ``_everywhere``."""
         problem, rank = "", self.transport.rank
         if failure is not None:
-            if isinstance(failure, RestoreFailed):
+            if isinstance(failure, (RestoreFailed, DamagedRoot)):
                 failure.facts = {"step": step, "file": self.storage.root} | failure.facts
             problem = f"rank {rank}: {describe(failure)}"
             what = "the latest step" if step is None else f"step {step}"

@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fakes import fake_ports
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from managers import QUICK
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -23,8 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptfsm.core.errors import ConfigError, DamagedRoot, RestoreFailed, SaveRefused
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import (
+    ConfigError,
+    DamagedRoot,
+    RecoveryWarning,
+    RestoreFailed,
+    SaveRefused,
+)
 from ckptfsm.core.parts import PerRank
+from ckptfsm.dcp import loading
 from ckptfsm.dcp.dcp_states import DcpStates
 from ckptfsm.dcp.driver import StateDriver
 from ckptfsm.dcp.fast_load import Filled
@@ -34,6 +45,7 @@ from ckptfsm.dcp.metadata import read_planned
 from ckptfsm.dcp.nested import flat
 from ckptfsm.dcp.planning import DcpPlan
 from ckptfsm.dcp.state_format import DriverOptions
+from ckptfsm.ranks.manager import Manager
 
 # ------------------------------------------------------------------------------------------ keys
 
@@ -538,6 +550,38 @@ def test_metadata_that_name_files_outside_are_damage(directory, name):
 def _unframed(pickled: bytes) -> bytes:
     """A pickle of one frame whose length was changed."""
     return pickled[:3] + (len(pickled) - 11).to_bytes(8, "little") + pickled[11:]
+
+
+@pytest.mark.parametrize("verify", ["sizes", "none", "digests"])
+def test_F21_damaged_metadata_are_passed_over_for_the_step_before(tmp_path, verify):
+    """Catches: a restore that stops at metadata whose content nobody had compared; an error that
+    names neither the file nor the step."""
+    ports = fake_ports(tmp_path, driver=StateDriver(DriverOptions(0)))
+    with Manager(ports, make_config({**QUICK, "verify": verify})) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.full((2,), float(step))}).wait()
+        for step, file in ((2, "iter_0000002/.metadata"), (1, "iter_0000001/.metadata")):
+            path = tmp_path / file
+            path.write_bytes(bytes(path.stat().st_size))
+            if step == 2:
+                with pytest.warns(RecoveryWarning, match=r"step 2 is damaged, .*: \.metadata has another"):
+                    found = manager.restore({"w": torch.zeros(2)})
+                assert found.step == 1 and found.state["w"].tolist() == [1.0] * 2
+        with pytest.raises(DamagedRoot, match="step 1 .*metadata has another"):
+            manager.restore({"w": torch.zeros(2)})
+
+
+def test_metadata_that_this_torch_cannot_read_are_no_damage(tmp_path):
+    """Catches: checkpoints of a newer torch that are withdrawn one by one."""
+    ports = fake_ports(tmp_path, driver=StateDriver(DriverOptions(0)))
+    with Manager(ports, make_config({**QUICK, "verify": "sizes"})) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(2)}).wait()
+        newer = patch.object(loading, "read_planned", side_effect=DamagedRoot("names torch.New"))
+        with newer, pytest.raises(DamagedRoot, match=r"part 'state': .*torch\.New") as caught:
+            manager.restore({"w": torch.zeros(2)})
+        assert manager.all_steps() == [1, 2] and caught.value.step == 2
+        assert caught.value.file == str(tmp_path / "iter_0000002/.metadata")
 
 
 def test_a_part_without_metadata_is_no_state(tmp_path):
