@@ -63,7 +63,8 @@ class StateDraft:
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:
         options, nothing = self.driver.options, Planned(b"")
-        self.held.promised = self.driver.promise.storages()
+        promise = self.driver.promise
+        self.held.owners, self.held.promises_all = promise.owners(), promise.promises_all
         found = {
             spec.name: self.plans[spec.name].buckets(options.rank, planned.get(spec.name, nothing))
             for spec in specs

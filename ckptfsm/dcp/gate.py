@@ -29,13 +29,16 @@ class GatedMemory:
     def attach(self, optimizer: torch.optim.Optimizer, hook: Any) -> None:
         self._hooks[optimizer], self._attached = hook, True
 
-    def storages(self) -> frozenset[int] | None:
-        """The addresses of the storages that are promised; None for all of them."""
-        if self.everything or not self._attached:
-            return None  # without any promise, the engine reads nothing behind ``save``
+    @property
+    def promises_all(self) -> bool:
+        """True for all memory; without any promise, the engine reads nothing behind ``save``."""
+        return self.everything or not self._attached
+
+    def owners(self) -> dict[int, torch.Tensor]:
+        """The tensors of the optimizers that wait, by the address of their storage."""
         waiting = (each for each, hook in self._hooks.items() if hook.id in hook.hooks_dict_ref())
-        places = (storage_of(tensor) for each in waiting for tensor in tensors_of(each))
-        return frozenset(place for place in places if place is not None)
+        found = ((storage_of(tensor), tensor) for each in waiting for tensor in tensors_of(each))
+        return {place: tensor for place, tensor in found if place is not None}
 
 
 class Gate(ABC):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ckptfsm.core.images import Copied, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import join
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import StateCopy, version_of
-from ckptfsm.dcp.shared_memory import storage_of
+from ckptfsm.dcp.shared_memory import local_of, storage_of
 
 Bucket = Sequence[tuple[WriteItem, Any]]
 Row = tuple[object, ...]
@@ -32,11 +32,13 @@ SMALL_BYTES = 64 << 10
 class Held:
     """Tensors with memory that is read after staging, their names, addresses and versions.
 
-    ``promised`` are the storages that stay as they are until the gate; None for all of them.
-    ``watched`` are tensors that are not read later, and whose versions tell of a change of others.
+    ``owners`` are tensors that stay as they are until the gate, by the address of their storage.
+    ``promises_all``: so do all others. ``watched`` are tensors that are not read later, and whose
+    versions tell of a change of others.
     """
 
-    promised: frozenset[int] | None = None
+    owners: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    promises_all: bool = True
     tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
     watched: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
     copies: list[torch.Tensor] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Held:
 
     def may_change(self, tensor: torch.Tensor) -> bool:
         """True if nobody promised that this tensor of the trainer stays until the gate."""
-        return self.promised is not None and storage_of(tensor) not in self.promised
+        return not self.promises_all and storage_of(tensor) not in self.owners
 
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
         """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""
@@ -59,9 +61,14 @@ class Held:
         return mutable
 
     def watch(self, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> None:
-        """Watch the version of ``tensor``, if ``memory`` is promised: both change together."""
+        """Watch the versions of all that has ``memory``, if that is promised: they change together.
+
+        Torch counts a change for a DTensor or for its local part, and not for other DTensors.
+        """
         if not self.may_change(memory):
-            self.watched.append((name, tensor, version_of(tensor)))
+            owner = self.owners.get(storage_of(memory) or 0, tensor)
+            for each in (tensor, local_of(tensor), owner, local_of(owner)):
+                self.watched.append((name, each, version_of(each)))
 
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""
@@ -85,7 +92,7 @@ class Held:
         if self.device is not None:
             self.device.let_go()
         self.tensors, self.watched, self.copies = [], [], []
-        self.device, self.gone = None, True
+        self.owners, self.device, self.gone = {}, None, True
 
 
 def shards_of(

@@ -331,7 +331,7 @@ def test_memory_that_others_may_change_is_copied():
 def test_a_state_that_nobody_promised_is_read_early():
     """Catches: the trainer's memory that is read after ``save``, without a promise that it stays."""
     promised, other = torch.arange(LARGE), torch.arange(LARGE)
-    held = Held(promised=frozenset({promised.untyped_storage().data_ptr()}))
+    held = Held({promised.untyped_storage().data_ptr(): promised}, promises_all=False)
     part = staged([promised, other], held)
     assert [memory.early for memory in memory_of(part)] == [False, True]
 
