@@ -393,6 +393,7 @@ def _unused(restored: Restored) -> str:
         f"step {restored.step}: {count} key{'s' if count > 1 else ''} of the checkpoint left out, "
         f"which no rank asks for: {', '.join(first)}{rest}. An optimizer that has made no "
         "step asks for no moments, and fails without them: TrainingState asks for them in plain torch, "
-        "else make a step with zero gradients and a learning rate of 0 before restore. Pass "
-        "partial=True to leave keys out on purpose"
+        "else make a step with zero gradients and a learning rate of 0 before restore. Nobody asks for "
+        "those of a frozen parameter: freeze it after restore. Pass partial=True to leave keys out on "
+        "purpose"
     )

@@ -170,6 +170,27 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path: Path, name: str, at: in
     assert_same(wanted, resumed.train(4).seen())
 
 
+@pytest.mark.parametrize("first", ["restore", "freeze"])
+def test_moments_of_a_parameter_that_was_trained_and_is_frozen(tmp_path: Path, first: str) -> None:
+    """Catches: moments that begin at zero where a parameter is thawed again, though it was frozen after
+    the restore; others than torch would leave out, where it was frozen before."""
+    make = OPTIMIZERS["AdamW"]
+    saved = Trainer(make).train(3)
+    saved.model.norm.requires_grad_(False)
+    saved.train(1)
+    write(saved.state.state_dict(), tmp_path)
+    saved.train(1).model.norm.requires_grad_(True)
+    saved.train(1)
+    resumed = Trainer(make, seed=2)
+    resumed.model.norm.requires_grad_(first != "freeze")
+    resumed.state.load_state_dict(read(resumed.state.state_dict(), tmp_path))
+    assert (resumed.model.norm.weight in resumed.optimizer.state) == (first == "restore")
+    resumed.model.norm.requires_grad_(False)
+    resumed.train(1).model.norm.requires_grad_(True)
+    resumed.train(1)
+    assert torch.equal(saved.model.norm.weight, resumed.model.norm.weight) == (first == "restore")
+
+
 def test_a_state_dict_is_made_without_a_step_of_the_trainers() -> None:
     """Catches: hooks of the optimizer or its scheduler that see a step which nobody took; gradients
     that are gone."""
