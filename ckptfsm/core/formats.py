@@ -18,7 +18,7 @@ class Format:
     """A format, under the ``name`` that journals and manifests record.
 
     - ``planned``: ranks write shards, and the coordinator completes the part with metadata, which the
-      driver's finisher makes from their results. Loading is collective.
+      driver's finisher makes from their results. Loading may be collective.
     - ``foreign``: the trainer's code writes shards, and its finalizers complete the part on every
       rank. Loading is collective.
     - ``by_path``: the trainer writes by path, not through a storage.
@@ -53,7 +53,7 @@ class Format:
 
     @property
     def sharded(self) -> bool:
-        """True if ranks load the part together, each its share."""
+        """True if each rank has a share, and takes part in loading it: that may be collective."""
         return self.planned or self.foreign
 
     def is_share(self, file: str) -> bool:

@@ -89,7 +89,11 @@ def survey_state(
         name = wanted.per_rank.get(key, key)
         own = name != key
         said = _other_ranks(name, known, ranks) if own else _misfit(key, wanted, known)
-        if said and name in droppable and not wanted.is_tensor(key):
+        fixed = not wanted.is_tensor(key) and not hasattr(wanted.holder(key), "__setitem__")
+        if fixed:
+            kind = type(wanted.holder(key)).__name__
+            said = f"key {key!r} is in a {kind}, which takes no new value: give a dict"
+        if said and not fixed and name in droppable and not wanted.is_tensor(key):
             missing.add(name)
         elif said:
             raise RestoreFailed(f"part {part!r}: {said}. Nothing was changed", part=part, key=name)

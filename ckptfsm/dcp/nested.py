@@ -58,14 +58,19 @@ class Flat:
         """False for what is pickled whole."""
         return isinstance(self.values[key], torch.Tensor)
 
+    def holder(self, key: str) -> Any:
+        """The dict or list in the nested state that has the place of a value."""
+        holder: Any = self.state
+        for step in self.paths[key][:-1]:
+            holder = holder[step]
+        return holder
+
     def put(self, key: str, value: Any) -> None:
         """Put a value in its place in the nested state."""
-        *way, last = self.paths[key]
-        _at(self.state, way)[last] = value
+        self.holder(key)[self.paths[key][-1]] = value
 
     def remove(self, key: str) -> None:
-        *way, last = self.paths[key]
-        del _at(self.state, way)[last]
+        del self.holder(key)[self.paths[key][-1]]
 
     def mappings(self) -> dict[str, Path]:
         """The places as DCP records them: of a ``PerRank``, one for each rank."""
@@ -145,9 +150,3 @@ def _is_taken_apart(values: Collection[Any]) -> bool:
         or (isinstance(each, list) and _is_taken_apart(each))
         for each in values
     )
-
-
-def _at(nested: Any, way: Collection[Any]) -> Any:
-    for step in way:
-        nested = nested[step]
-    return nested

@@ -12,7 +12,7 @@ import io
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -309,12 +309,24 @@ def _placed(summaries: Mapping[int, DcpSummary]) -> Iterator[tuple[int, WriteIte
 
 
 def _check_kinds(part: str, summaries: Mapping[int, DcpSummary]) -> None:
-    """Refuse a key that is of one kind, size or dtype on a rank, and of another on another one."""
+    """Refuse a key that is of one kind, size or dtype on a rank, and of another on another one, and
+    one that is that of another rank's ``PerRank``.
+    """
+    own = {f"{name}.rank_{rank}": rank for name in _names_per_rank(summaries) for rank in summaries}
     kinds: dict[str, dict[Any, int]] = defaultdict(dict)  # the first rank of each
     for rank, item in _placed(summaries):
-        data = item.tensor_data
-        kind = None if data is None else (tuple(data.size), data.properties.dtype)
-        kinds[item.index.fqn].setdefault(kind, rank)
+        data, key = item.tensor_data, item.index.fqn
+        if own.get(key, rank) != rank:
+            raise SaveRefused(
+                f"part {part!r}: rank {rank} has the key {key!r}, which is that of a PerRank "
+                f"of rank {own[key]}: rename one of them",
+                part=part,
+                key=key,
+                rank=rank,
+            )
+        kinds[key].setdefault(
+            None if data is None else (tuple(data.size), data.properties.dtype), rank
+        )
     for key, found in kinds.items():
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
@@ -334,11 +346,13 @@ def _named(kind: tuple[Any, ...] | None) -> str:
     return f"a tensor of shape {size} and {dtype}"
 
 
+def _names_per_rank(summaries: Mapping[int, DcpSummary]) -> list[str]:
+    return sorted(frozenset().union(*(each.per_rank for each in summaries.values())))
+
+
 def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> None:
-    """Refuse a ``PerRank`` that not every rank gives, or a key that another rank's has."""
-    names = sorted(frozenset().union(*(each.per_rank for each in summaries.values())))
-    _check_own_keys(part, summaries, names)
-    for name in names:
+    """Refuse a ``PerRank`` that not every rank gives."""
+    for name in _names_per_rank(summaries):
         lacking = tuple(
             rank
             for rank in range(ranks_saving)
@@ -351,19 +365,6 @@ def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary], ranks_saving
                 part=part,
                 key=name,
                 ranks=lacking,
-            )
-
-
-def _check_own_keys(part: str, summaries: Mapping[int, DcpSummary], names: Collection[str]) -> None:
-    taken = {f"{name}.rank_{rank}": rank for name in names for rank in summaries}
-    for rank, item in _placed(summaries):
-        if taken.get(item.index.fqn, rank) != rank:
-            raise SaveRefused(
-                f"part {part!r}: rank {rank} has the key {item.index.fqn!r}, which is that of a PerRank "
-                f"of rank {taken[item.index.fqn]}: rename one of them",
-                part=part,
-                key=item.index.fqn,
-                rank=rank,
             )
 
 

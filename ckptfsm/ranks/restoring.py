@@ -275,7 +275,7 @@ class Restorer:
             raise _FoundDamaged(problem)
 
     def _with_others(self, located: Located, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the parts of other ranks, empty: loading a torch_dist part is collective."""
+        """Add the parts of other ranks, empty: loading one may be collective, as of torch_dist."""
         plain = {spec.name for spec in located.parts if not spec.format.sharded}
         return {
             name: {} if value is None else value

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -509,6 +510,10 @@ UNFIT: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "narrow": ({"model": {"steps": torch.zeros(2, dtype=torch.int8)}}, ("wanted torch.int8",)),
     "a tensor": ({"model": {"w": 0}}, ("'model.w' is a tensor", "given to fill, a int")),
+    "read-only": (
+        {"optimizer": MappingProxyType({"lr": None})},
+        ("'optimizer.lr' is in a mappingproxy", "give a dict"),
+    ),
     "no tensor": ({"optimizer": {"lr": torch.zeros(1)}}, ("'optimizer.lr' is no tensor",)),
     "meta": ({"model": {"w": torch.zeros(4, 3, device="meta")}}, ("cannot be filled", "meta")),
 }
