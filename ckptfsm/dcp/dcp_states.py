@@ -8,10 +8,11 @@ from typing import Any
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.formats import DCP
+from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Storage
-from ckptfsm.dcp.fast_load import Filled, Target
-from ckptfsm.dcp.loading import load_state, survey_state, targets_in
+from ckptfsm.dcp.fast_load import Filled, Target, metadata_of
+from ckptfsm.dcp.loading import METADATA, DcpReading
 from ckptfsm.dcp.nested import flat
 from ckptfsm.dcp.planning import DcpPlan, DcpPlans, DcpSummary, merge_plans
 from ckptfsm.dcp.read_back import StateReadBack
@@ -27,6 +28,7 @@ class DcpStates:
     def __init__(self, options: DriverOptions) -> None:
         self._rank, self._ranks, self._files = options.rank, options.ranks, options.files
         self._plans, self._read_back = DcpPlans(), StateReadBack()
+        self._readings: dict[str, DcpReading] = {}  # by absolute directory, within a restore
 
     def takes(self, value: Any) -> bool:
         return isinstance(value, (dict, PerRank))
@@ -35,18 +37,13 @@ class DcpStates:
         return usual
 
     def plan(self, part: str, value: Any) -> DcpPlan:
+        self._readings.clear()  # of a restore that failed
         state = flat(part, value, self._rank, SaveRefused)
         self._read_back.check_state(part, state.values)
         return DcpPlan(self._plans.of(part, state), state, self._files, self._ranks)
 
     def merge(self, part: str, summaries: Mapping[int, Any]) -> Planned:
         return merge_plans(part, summaries, self._ranks)
-
-    def survey(self, part: str, state: Any, directory: str, droppable: Collection[str]) -> Surveyed:
-        return survey_state(part, state, directory, droppable, (self._rank, self._ranks))
-
-    def check(self, part: str, wanted: Sequence[Any], drop: Collection[str]) -> set[str]:
-        return set().union(*wanted)
 
     def targets(
         self,
@@ -56,9 +53,29 @@ class DcpStates:
         state: Any,
         entries: Mapping[str, FileEntry],
     ) -> Mapping[FileEntry, Sequence[Target]]:
-        return targets_in(storage, location, directory, state, entries)
+        there = join(storage.absolute(location), directory)
+        self._readings.pop(there, None)
+        metadata = metadata_of(storage, location, entries.get(join(directory, METADATA)))
+        if metadata is None:
+            return {}
+        reading = self._readings[there] = DcpReading("", state, there, self._rank, metadata)
+        return reading.targets(directory, entries)
+
+    def survey(self, part: str, state: Any, directory: str, droppable: Collection[str]) -> Surveyed:
+        reading = self._readings[directory] = self._reading(part, state, directory)
+        return reading.survey(part, droppable, self._ranks)
+
+    def check(self, part: str, wanted: Sequence[Any], drop: Collection[str]) -> set[str]:
+        return set().union(*wanted)
 
     def load(
         self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
     ) -> Any:
-        return load_state(part, state, directory, drop, full, self._rank)
+        return self._reading(part, state, directory).load(drop, full)
+
+    def _reading(self, part: str, state: Any, directory: str) -> DcpReading:
+        """That of the call before, which it keeps no longer: a trainer may change its dict."""
+        before = self._readings.pop(directory, None)
+        if before is not None and before.state is state:
+            return before
+        return DcpReading(part, state, directory, self._rank)

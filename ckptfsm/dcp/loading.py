@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,19 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, RestoreFailed
-from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PerRank
-from ckptfsm.core.ports import Storage
 from ckptfsm.dcp.fast_load import (
     Filled,
     Stored,
     Target,
     apart_in_memory,
     is_plain,
-    metadata_of,
     targets_by_file,
 )
 from ckptfsm.dcp.metadata import read_planned
@@ -74,42 +69,14 @@ def _holds(wanted: torch.dtype, stored: torch.dtype) -> bool:
 # ----------------------------------------------------------------------------------- what fits
 
 
-def survey_state(
-    part: str,
-    state: Any,
-    directory: str,
-    droppable: Collection[str],
-    place: tuple[int, int],
-) -> Surveyed:
-    """See ``StateFormat.survey``. ``place``: this rank, and the number of ranks."""
-    rank, ranks = place
-    wanted, stored = flat(part, state, rank, RestoreFailed), stored_in(part, directory)
-    known, missing = stored.state_dict_metadata, set()
-    for key in wanted.values:
-        name = wanted.per_rank.get(key, key)
-        own = name != key
-        said = _other_ranks(name, known, ranks) if own else _misfit(key, wanted, known)
-        fixed = not wanted.is_tensor(key) and not hasattr(wanted.holder(key), "__setitem__")
-        if fixed:
-            kind = type(wanted.holder(key)).__name__
-            said = f"key {key!r} is in a {kind}, which takes no new value: give a dict"
-        if said and not fixed and name in droppable and not wanted.is_tensor(key):
-            missing.add(name)
-        elif said:
-            raise RestoreFailed(f"part {part!r}: {said}. Nothing was changed", part=part, key=name)
-    asked = frozenset(wanted.values)
-    others = {key for name in wanted.per_rank.values() for key in _ranks_of(name, known).values()}
-    return Surveyed(missing, asked | others, frozenset(known))
-
-
-def stored_in(part: str, directory: str) -> Metadata:
-    """The metadata of a part, with files inside of it only.
+def stored_in(part: str, directory: str, metadata: Metadata | None = None) -> Metadata:
+    """The metadata of a part, read if they are not given, with files inside of it only.
 
     Raises ``DamagedRoot`` for metadata that are damaged, or name other files.
     """
     path = Path(directory, METADATA)
     try:
-        metadata = read_planned(path.read_bytes())
+        metadata = metadata or read_planned(path.read_bytes())
     except DamagedRoot as error:
         said = f"part {part!r}: {METADATA}: {error.message}"
         raise DamagedRoot(said, part=part, file=str(path)) from error
@@ -196,32 +163,6 @@ def _lacks(key: str, stored: Collection[str]) -> str:
 # --------------------------------------------------------------------------- straight from files
 
 
-def targets_in(
-    storage: Storage,
-    location: str,
-    directory: str,
-    state: Any,
-    entries: Mapping[str, FileEntry],
-) -> Mapping[FileEntry, Sequence[Target]]:
-    """The local tensors that lie in the files exactly as this rank wants them, by file."""
-    metadata = metadata_of(storage, location, entries.get(join(directory, METADATA)))
-    if metadata is None:
-        return {}
-    wanted = flat("", state, 0, RestoreFailed)
-    values = {
-        key: (value, data)
-        for key, value in wanted.values.items()
-        if wanted.is_tensor(key) and is_plain(data := local_of(value))
-    }
-    apart = apart_in_memory((key, data) for key, (_, data) in values.items())
-    found = (_stored(metadata, key, *values[key]) for key in apart)
-    return targets_by_file(found, directory, entries)
-
-
-def _filled(key: str, offset: tuple[int, ...], data: torch.Tensor) -> Filled:
-    return Filled(key, offset, tuple(data.shape), data.dtype, data.device, data.data_ptr())
-
-
 def _stored(metadata: Metadata, key: str, value: torch.Tensor, data: torch.Tensor) -> Stored | None:
     """The item that is exactly this rank's part of a tensor; None if there is none."""
     about = metadata.state_dict_metadata.get(key)
@@ -234,30 +175,12 @@ def _stored(metadata: Metadata, key: str, value: torch.Tensor, data: torch.Tenso
     info = (metadata.storage_data or {}).get(MetadataIndex(key, offset))
     if info is None or getattr(info, "transform_descriptors", None):
         return None
-    shard = _filled(key, tuple(offset), data)
-    return Stored(shard, data, shard.shape, info.relative_path, info.offset, info.length)
+    shape = tuple(data.shape)
+    shard = Filled(key, tuple(offset), shape, data.dtype, data.device, data.data_ptr())
+    return Stored(shard, data, shape, info.relative_path, info.offset, info.length)
 
 
 # ---------------------------------------------------------------------------------- stock's load
-
-
-class _LoadTheRest(DefaultLoadPlanner):
-    """DCP's planner for what is not filled yet. The state is flat already."""
-
-    def __init__(self, full: Collection[Filled | None]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._full = full
-
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if not self._is_full(item)])
-
-    def _is_full(self, item: ReadItem) -> bool:
-        key, offset = item.dest_index.fqn, item.dest_index.offset
-        data = local_of(self.state_dict[key])
-        if offset is None or not isinstance(data, torch.Tensor):
-            return False
-        return _filled(key, tuple(offset), data) in self._full
 
 
 class _Reader(FileSystemReader):
@@ -271,35 +194,6 @@ class _Reader(FileSystemReader):
         return self._checked
 
 
-def load_state(
-    part: str,
-    state: Any,
-    directory: str,
-    drop: Collection[str],
-    full: Collection[Filled | None],
-    rank: int,
-) -> Any:
-    """Fill a state in place, and return it (local)."""
-    wanted = flat(part, state, rank, RestoreFailed)
-    dropped = {key for key in wanted.values if wanted.per_rank.get(key, key) in drop}
-    values = {
-        key: value if wanted.is_tensor(key) else None
-        for key, value in wanted.values.items()
-        if key not in dropped
-    }
-    reader = _Reader(directory, stored_in(part, directory))
-    _load_state_dict(values, reader, no_dist=True, planner=_LoadTheRest(full))
-    for key, value in values.items():
-        if not wanted.is_tensor(key):
-            wanted.put(key, value)
-    for key in reversed(wanted.values):  # so that no place in a list moves
-        if key in dropped:
-            wanted.remove(key)
-    if isinstance(state, PerRank):
-        return wanted.state.get(WHOLE)
-    return _given_back(state, wanted.state)
-
-
 def _given_back(state: dict[Any, Any], filled: Mapping[Any, Any]) -> dict[Any, Any]:
     """The caller's own dict with what was loaded; objects with a ``load_state_dict`` get theirs."""
     for key in list(state):
@@ -310,3 +204,85 @@ def _given_back(state: dict[Any, Any], filled: Mapping[Any, Any]) -> dict[Any, A
         else:
             state[key] = filled[key]
     return state
+
+
+# ------------------------------------------------------------------------------------- all of it
+
+
+class DcpReading:
+    """A part that is restored: its state is taken apart, and its metadata are read, only once.
+
+    Raises ``RestoreFailed`` for a state that cannot be taken apart, and what ``stored_in`` raises.
+    """
+
+    def __init__(
+        self, part: str, state: Any, directory: str, rank: int, metadata: Metadata | None = None
+    ) -> None:
+        self.state, self._directory = state, directory
+        self._wanted = flat(part, state, rank, RestoreFailed)
+        self._stored = stored_in(part, directory, metadata)
+        self._straight: dict[str, Filled | None] = {}  # what may be filled straight from its file
+
+    def survey(self, part: str, droppable: Collection[str], ranks: int) -> Surveyed:
+        """See ``StateFormat.survey``."""
+        wanted, known, missing = self._wanted, self._stored.state_dict_metadata, set()
+        for key in wanted.values:
+            name, is_tensor = wanted.per_rank.get(key, key), wanted.is_tensor(key)
+            holder = type(wanted.holder(key))
+            fixed = not is_tensor and not hasattr(holder, "__setitem__")
+            if fixed:
+                said = (
+                    f"key {key!r} is in a {holder.__name__}, which takes no new value: give a dict"
+                )
+            elif name != key:
+                said = _other_ranks(name, known, ranks)
+            else:
+                said = _misfit(key, wanted, known)
+            if said and not fixed and name in droppable and not is_tensor:
+                missing.add(name)
+            elif said:
+                raise RestoreFailed(
+                    f"part {part!r}: {said}. Nothing was changed", part=part, key=name
+                )
+        asked = frozenset(wanted.values)
+        others = {
+            key for name in wanted.per_rank.values() for key in _ranks_of(name, known).values()
+        }
+        return Surveyed(missing, asked | others, frozenset(known))
+
+    def targets(
+        self, directory: str, entries: Mapping[str, FileEntry]
+    ) -> Mapping[FileEntry, Sequence[Target]]:
+        """The local tensors that lie in the files exactly as this rank wants them, by file."""
+        values = {
+            key: (value, data)
+            for key, value in self._wanted.values.items()
+            if self._wanted.is_tensor(key) and is_plain(data := local_of(value))
+        }
+        apart = apart_in_memory((key, data) for key, (_, data) in values.items())
+        found = {key: _stored(self._stored, key, *values[key]) for key in apart}
+        self._straight = {key: each.shard for key, each in found.items() if each is not None}
+        return targets_by_file(found.values(), directory, entries)
+
+    def load(self, drop: Collection[str], full: Collection[Filled | None]) -> Any:
+        """Fill the state in place, and return it (local)."""
+        wanted, state = self._wanted, self.state
+        dropped = {key for key in wanted.values if wanted.per_rank.get(key, key) in drop}
+        done = dropped | {key for key, shard in self._straight.items() if shard in full}
+        values = {
+            key: value if wanted.is_tensor(key) else None
+            for key, value in wanted.values.items()
+            if key not in done
+        }
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        reader = _Reader(self._directory, self._stored)
+        _load_state_dict(values, reader, no_dist=True, planner=planner)
+        for key, value in values.items():
+            if not wanted.is_tensor(key):
+                wanted.put(key, value)
+        for key in reversed(wanted.values):  # so that no place in a list moves
+            if key in dropped:
+                wanted.remove(key)
+        if isinstance(state, PerRank):
+            return wanted.state.get(WHOLE)
+        return _given_back(state, wanted.state)

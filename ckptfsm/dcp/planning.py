@@ -309,9 +309,7 @@ def _placed(summaries: Mapping[int, DcpSummary]) -> Iterator[tuple[int, WriteIte
 
 
 def _check_kinds(part: str, summaries: Mapping[int, DcpSummary]) -> None:
-    """Refuse a key that is of one kind, size or dtype on a rank, and of another on another one, and
-    one that is that of another rank's ``PerRank``.
-    """
+    """Refuse a key of several kinds, sizes or dtypes, and one of another rank's ``PerRank``."""
     own = {f"{name}.rank_{rank}": rank for name in _names_per_rank(summaries) for rank in summaries}
     kinds: dict[str, dict[Any, int]] = defaultdict(dict)  # the first rank of each
     for rank, item in _placed(summaries):
@@ -324,9 +322,8 @@ def _check_kinds(part: str, summaries: Mapping[int, DcpSummary]) -> None:
                 key=key,
                 rank=rank,
             )
-        kinds[key].setdefault(
-            None if data is None else (tuple(data.size), data.properties.dtype), rank
-        )
+        kind = None if data is None else (tuple(data.size), data.properties.dtype)
+        kinds[key].setdefault(kind, rank)
     for key, found in kinds.items():
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]

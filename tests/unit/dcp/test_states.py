@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptfsm.core.config import make_config
+from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
@@ -36,12 +37,11 @@ from ckptfsm.core.errors import (
     SaveRefused,
 )
 from ckptfsm.core.parts import PerRank
-from ckptfsm.dcp import loading
+from ckptfsm.dcp import fast_load, loading
 from ckptfsm.dcp.dcp_states import DcpStates
 from ckptfsm.dcp.driver import StateDriver
-from ckptfsm.dcp.fast_load import Filled
 from ckptfsm.dcp.images import SMALL_BYTES
-from ckptfsm.dcp.loading import keeps_values, load_state
+from ckptfsm.dcp.loading import DcpReading, keeps_values
 from ckptfsm.dcp.metadata import read_planned
 from ckptfsm.dcp.nested import flat
 from ckptfsm.dcp.planning import DcpPlan
@@ -454,16 +454,18 @@ def test_a_state_is_filled_in_place(directory):
     assert restored(directory, template)[1] == {"model.steps", "counter.value", "counter.data"}
 
 
-def test_a_tensor_that_is_not_the_filled_one_is_loaded(directory):
-    """Catches: a tensor of the same key and shape in other memory, taken for one that was filled."""
-    filled = torch.zeros(4, 3)
-    known = Filled("model.w", (0, 0), (4, 3), filled.dtype, filled.device, filled.data_ptr())
-    other = {"model": {"w": torch.zeros(4, 3)}}
-    load_state("state", other, str(directory), (), {known}, 0)
-    assert other["model"]["w"].unique().tolist() == [1.0]
-    same = {"model": {"w": filled}}
-    load_state("state", same, str(directory), (), {known}, 0)
-    assert filled.unique().tolist() == [0.0]
+def test_a_tensor_that_was_not_filled_is_loaded(directory):
+    """Catches: a tensor that could be read straight from its file, and was not, left as it was; one
+    that was, and is read once more."""
+    template = {"model": {"w": torch.zeros(4, 3)}}
+    (file,) = directory.glob("*.distcp")
+    entry = FileEntry(name=file.name, bytes=file.stat().st_size, digest="of it")
+    reading = DcpReading("state", template, str(directory), 0)
+    [[target]] = reading.targets("", {file.name: entry}).values()
+    reading.load((), {target.shard})
+    assert template["model"]["w"].unique().tolist() == [0.0]
+    reading.load((), ())
+    assert template["model"]["w"].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -574,6 +576,27 @@ def test_F21_damaged_metadata_are_passed_over_for_the_step_before(tmp_path, veri
                 assert found.step == 1 and found.state["w"].tolist() == [1.0] * 2
         with pytest.raises(DamagedRoot, match="step 1 .*metadata has another"):
             manager.restore({"w": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("verify", ["digests", "none"])
+def test_a_restore_takes_the_state_and_the_metadata_apart_once(tmp_path, verify):
+    """Catches: metadata of many ranks that are read three times; an object that is asked for its state
+    three times; and a reading that outlives its restore, though the trainer's dict has changed."""
+    ports = fake_ports(tmp_path, driver=StateDriver(DriverOptions(0)))
+    with Manager(ports, make_config({**QUICK, "verify": verify})) as manager:
+        manager.save(1, {"counter": Counter(3), "w": torch.ones(1 << 14)}).wait()
+        state = {"counter": Counter(), "w": torch.zeros(1 << 14)}
+        asked, reads = Mock(side_effect=state["counter"].state_dict), Mock(side_effect=read_planned)
+        state["counter"].state_dict = asked
+        with (
+            patch.object(loading, "read_planned", reads),
+            patch.object(fast_load, "read_planned", reads),
+        ):
+            manager.restore(state)
+        assert (asked.call_count, reads.call_count) == (1, 1) and state["counter"].value == 3
+        state["w"] = torch.zeros(1 << 14)
+        manager.restore(state)
+        assert state["w"].sum() == 1 << 14
 
 
 def test_metadata_that_this_torch_cannot_read_are_no_damage(tmp_path):
