@@ -222,11 +222,13 @@ class Restorer:
         step = located.step
         wanted = self._everywhere(step, self._with_others, located, named)
         directories = self._everywhere(step, self._part_directories, located, wanted)
-        survey = self._survey(located, wanted, directories)
-        dropped = self._agree_on_drops(survey.missing)
-        surveys = self.transport.gather(survey)
-        found = self._everywhere(step, self._check_surveys, surveys, dropped)
-        unused: set[str] = self.transport.broadcast(found)
+        look = partial(self.driver.survey, wanted, directories, self.config.reshard_drops)
+        surveys = self.transport.gather(self._survey(located, look))
+        # Every rank leaves out what some rank cannot load in its sharding, if it may be.
+        missing = self.transport.broadcast({key for each in surveys or () for key in each.missing})
+        dropped = missing & set(self.config.reshard_drops)
+        check = set[str] if surveys is None else partial(self.driver.check, surveys, dropped)
+        unused: set[str] = self.transport.broadcast(self._everywhere(step, check))
         if verified.readers:
             self._read(step, verified)
         load = self.driver.load if verified.reading is None else verified.reading.load
@@ -235,25 +237,19 @@ class Restorer:
         directory = self._everywhere(step, self.storage.absolute, located.directory)
         own = {name: loaded[name] for name, value in named.items() if value is not None}
         only = next(iter(own.values())) if len(own) == 1 else None
-        keys = tuple(sorted(dropped)), tuple(sorted(unused))
-        return Restored(step, only, own, *keys, directory)
+        return Restored(step, only, own, tuple(sorted(dropped)), tuple(sorted(unused)), directory)
 
-    def _survey(
-        self, located: Located, wanted: Mapping[str, Any], directories: Mapping[str, str]
-    ) -> Survey:
-        """This rank's survey. ``_FoundDamaged`` if metadata are bad whose content nobody had compared.
-
-        Metadata that cannot be read, and are as they were written, are no damage.
-        """
-        droppable = self.config.reshard_drops
-        survey, failure = _attempt(self.driver.survey, wanted, directories, droppable)
+    def _survey(self, located: Located, look: Callable[[], Survey]) -> Survey:
+        """This rank's survey. ``_FoundDamaged`` if it fails by metadata that are not as written."""
+        survey, failure = _attempt(look)
         if self.config.verify != "digests":
             names = {name for spec in located.parts for name in spec.format.metadata}
-            found = [e for e in located.files if e.name.rpartition("/")[2] in names]
             fits = failure is None or isinstance(failure, (RestoreFailed, ConfigError, *_LEAVING))
-            look = partial(check_digests, self.storage, located.directory, () if fits else found)
-            if problem := first_problem(self.transport, _attempt(look)[0] or ""):
-                raise _FoundDamaged(problem)
+            found = [e for e in located.files if not fits and e.name.rpartition("/")[2] in names]
+            problem, sick = _attempt(check_digests, self.storage, located.directory, found)
+            if said := first_problem(self.transport, problem or ""):
+                raise _FoundDamaged(said)
+            failure = sick or failure
         self._agree_that_none_failed(located.step, failure)
         return cast("Survey", survey)
 
@@ -291,16 +287,6 @@ class Restorer:
         visibility.require(self.storage, located.directory)
         base = self.storage.absolute(located.directory)
         return {name: join(base, known.get(name, "")) for name in named}
-
-    def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> set[str]:
-        """At rank 0: the keys that no rank asks for. Raises if one rank would raise inside the load."""
-        return self.driver.check(surveys, dropped) if surveys is not None else set()
-
-    def _agree_on_drops(self, missing: set[str]) -> set[str]:
-        """The keys that some rank cannot load in its sharding, if they may be left out."""
-        everyone = self.transport.gather(missing)
-        union: set[str] = set().union(*everyone) if everyone is not None else set()
-        return set(self.transport.broadcast(union)) & set(self.config.reshard_drops)
 
     def _everywhere(
         self, step: int | None, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
@@ -393,7 +379,6 @@ def _unused(restored: Restored) -> str:
         f"step {restored.step}: {count} key{'s' if count > 1 else ''} of the checkpoint left out, "
         f"which no rank asks for: {', '.join(first)}{rest}. An optimizer that has made no "
         "step asks for no moments, and fails without them: TrainingState asks for them in plain torch, "
-        "else make a step with zero gradients and a learning rate of 0 before restore. Nobody asks for "
-        "those of a frozen parameter: freeze it after restore. Pass partial=True to leave keys out on "
-        "purpose"
+        "else make a step with zero gradients and a learning rate of 0 before restore. Freeze "
+        "parameters after restore. Pass partial=True to leave keys out on purpose"
     )
