@@ -127,7 +127,7 @@ def hopeless(reasons: Sequence[str]) -> DamagedRoot:
     return DamagedRoot(
         "there is evidence of a checkpoint but none to resume from: "
         + "; ".join(reasons[:5])
-        + ". Repair it, or pass resume='fresh' to move it to quarantine and begin again: steps only",
+        + ". Repair it, or pass resume='fresh' to move the steps to quarantine and begin again",
         evidence=tuple(reasons),
     )
 

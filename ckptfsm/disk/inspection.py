@@ -373,6 +373,8 @@ def unnamed_checkpoints(storage: Storage, layout: Layout, names: Iterable[str]) 
         way = f"give it that of its step, such as {layout.published_name(100)}"
         if not name:
             way = "give the directory above it as the root"
+        elif name == "release":
+            way = f"write that word into {TRACKER}"
         elif other:
             way = f"open the root with layout={other[0]!r}"
         yield f"{name or 'the root itself'} has a {METADATA} and no step's name: {way}"

@@ -295,7 +295,7 @@ def test_I8_a_checkpoint_without_a_steps_name_is_adopted_where_it_stands(tmp_pat
         DamagedRoot, match="ckpt_40 has a .metadata and no step's name: give it that"
     ):
         real_root(tmp_path)
-    assert "begin again: steps only" in ran(capsys, "doctor", "-r", tmp_path)[1]
+    assert "move the steps to quarantine" in ran(capsys, "doctor", "-r", tmp_path)[1]
     out = said(capsys, "adopt", "ckpt_40", "--step", "40", "-r", tmp_path)
     assert "no checkpoint is in service" in out and "the latest is step 40" in out
     real_root(tmp_path, 50)
