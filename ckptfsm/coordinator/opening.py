@@ -64,8 +64,7 @@ def refuse_other_layout(storage: Storage, layout: Layout, history: History) -> N
     other = [name for name in used if name != layout.name]
     if other:
         raise ConfigError(
-            f"{storage.root} holds steps in the layout {other[0]!r}, not {layout.name!r}: set layout=, or "
-            "move them out",
+            f"{storage.root} holds steps in the layout {other[0]!r}, not {layout.name!r}: set layout=",
             file=storage.root,
             key="layout",
         )
