@@ -332,6 +332,23 @@ def test_I3_every_rank_writes_files_of_a_tree(tmp_path):
 NAMES = (("loader_", ".pt"), ("inner/", ""))
 
 
+def test_I3_every_rank_writes_files_of_a_tree_that_is_the_whole_step(tmp_path):
+    """Catches: files below another name than a stock loader's; our own files taken for the tree's."""
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(OfRank(manager.rank), every_rank=True, directory="")
+        manager.save(1, tree).wait()
+        found = manager.restore(FileTree(OfRank(9), directory=""))
+        assert found is not None
+        return found.state, found.directory
+
+    assert together(tmp_path, work) == [(str(tmp_path / "iter_0000001"),) * 2] * 2
+    listed = {entry["name"] for entry in manifest_of(tmp_path, "iter_0000001")["files"]}
+    listed = {name for name in listed if not name.startswith(".ckptfsm/")}
+    assert listed == {f"{name}{r}{end}" for r in range(2) for name, end in NAMES}
+    assert list((tmp_path / "iter_0000001/.ckptfsm").glob("tree-*")) == []
+
+
 def test_an_empty_directory_of_a_rank_is_kept(tmp_path):
     """Catches: a tree that its reader does not take, because a directory without files is gone."""
 
