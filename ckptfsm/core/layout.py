@@ -54,7 +54,8 @@ class Layout:
 
     ``tree`` is the name of the torch_dist directories inside a step's directory; "" if there are none,
     and the directory itself is the checkpoint. ``by_tracker``: the trainer resumes from the step that a
-    tracker names, and not simply from the newest directory.
+    tracker names, and not simply from the newest directory. ``last`` is the file that the trainer's own
+    code writes last, if its files have several formats; "" elsewhere.
     """
 
     name: LayoutName
@@ -62,6 +63,7 @@ class Layout:
     digits: int
     tree: str
     by_tracker: bool = True
+    last: str = ""
 
     def published_name(self, step: int) -> str:
         """``iter_0000100`` or ``global_step_100``: the name a stock reader looks for."""
@@ -87,8 +89,10 @@ class Layout:
 MEGATRON = Layout("megatron", "iter_", 7, "")
 VERL = Layout("verl", "global_step_", 1, "dist_ckpt")
 TITAN = Layout("titan", "step-", 1, "", by_tracker=False)
-HF = Layout("hf", "checkpoint-", 1, "", by_tracker=False)
-ACCELERATE = Layout("accelerate", "checkpoint_", 1, "", by_tracker=False)
+HF = Layout("hf", "checkpoint-", 1, "", by_tracker=False, last="trainer_state.json")
+ACCELERATE = Layout(
+    "accelerate", "checkpoint_", 1, "", by_tracker=False, last="random_states_0.pkl"
+)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {layout.name: layout for layout in (MEGATRON, VERL, TITAN, HF, ACCELERATE)}
 )

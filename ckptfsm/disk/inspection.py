@@ -61,6 +61,7 @@ from ckptfsm.disk.durable import (
 from ckptfsm.disk.pickle_stubs import METADATA
 from ckptfsm.disk.receipts import CheckedReceipt, Receipts
 from ckptfsm.disk.stock import COMMON, inspect_stock
+from ckptfsm.disk.stock_files import inspect_unlisted
 
 log = logging.getLogger("ckptfsm")
 
@@ -198,7 +199,7 @@ def inspect_published(
         _raise_unless_damage(error)
         return PublishedEvidence(step, "damaged", detail=f"{directory}: {error}")
     if commit is None:
-        verdict = inspect_stock(storage, directory, layout.tree)
+        verdict = inspect_unlisted(storage, layout, directory)
         if verdict.acceptable:
             return PublishedEvidence(step, "stock")
         return PublishedEvidence(step, "unexplained", detail=f"{directory}: {verdict.reason}")

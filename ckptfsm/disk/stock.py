@@ -204,7 +204,7 @@ def _find_trees(storage: Storage, directory: str, tree: str, depth: int) -> list
 
 
 @contextmanager
-def _content_of(name: str) -> Iterator[None]:
+def reading(name: str) -> Iterator[None]:
     """Raise ``DamagedRoot`` for an error about the content; one about the disk's health passes."""
     try:
         yield
@@ -217,12 +217,12 @@ def _content_of(name: str) -> Iterator[None]:
 
 
 def _names(storage: Storage, directory: str) -> list[str]:
-    with _content_of(directory):
+    with reading(directory):
         return storage.listdir(directory)
 
 
 def _stat(storage: Storage, directory: str, name: str) -> FileStat:
-    with _content_of(name or directory or "."):
+    with reading(name or directory or "."):
         return storage.stat(join(directory, name))
 
 
@@ -246,7 +246,7 @@ def _read(storage: Storage, directory: str, name: str, limit: int) -> bytes:
 
 
 def _bytes_of(storage: Storage, directory: str, piece: _Piece) -> bytes:
-    with _content_of(piece.file):
+    with reading(piece.file):
         return storage.read(join(directory, piece.file), piece.length, piece.offset)
 
 

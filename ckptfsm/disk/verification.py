@@ -18,6 +18,7 @@ from ckptfsm.disk.durable import each_kind, is_about_content, lookup
 from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_commit
 from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
 from ckptfsm.disk.stock import inspect_stock
+from ckptfsm.disk.stock_files import inspect_unlisted
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def _verify(
     step = expected.step if isinstance(expected, Checkpoint) else expected
     commit = read_commit(storage, name)
     if commit is None:
-        stock = inspect_stock(storage, name, layout.tree)
+        stock = inspect_unlisted(storage, layout, name)
         refused = () if stock.acceptable else (f"{name}: {stock.reason}",)
         gone = lookup(storage, name) is None
         return Verdict(step, refused, len(stock.files), gone=gone, digests=False)
