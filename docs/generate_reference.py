@@ -58,6 +58,8 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "verl": ("install", "install_in_verl"),
         "verl.trainer": ("Checkpoints", "retention_of"),
         "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "Copy"),
+        "accelerate": ("install", "AcceleratorCheckpoints"),
+        "transformers": ("install", "TrainerCheckpoints", "SaveTotalLimit"),
         "workers": ("Calls", "RayCalls"),
         "metrics.prometheus": ("PrometheusMetrics",),
         "metrics.spans": ("CheckpointSpans",),

@@ -26,6 +26,8 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "verl": ("0.7.1", "0.9.0", "0.9.1"),
         "torchtitan": ("0.3.0",),
         "lightning": ("2.6.6",),
+        "accelerate": ("1.15.0",),
+        "transformers": ("5.23.0",),
     }
 )
 OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -36,6 +38,8 @@ OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
         "verl": (0, 7),
         "torchtitan": (0, 3),
         "lightning": (2, 6),
+        "accelerate": (1, 15),
+        "transformers": (5, 23),
     }
 )
 _MODULES = MappingProxyType({"megatron-core": "megatron.core"})

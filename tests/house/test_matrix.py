@@ -27,6 +27,7 @@ def test_a_change_runs_the_oldest_and_the_newest_of_each_trainer(capsys):
         "ray",
         "torchtitan-0.3",
         "lightning-2.6",
+        "accelerate-1.15-transformers-5.23",
         "verl-0.9.1-core-0.19",
     ]
     assert not any(test in target.tests for target in due for test in run.TODAY_TESTS)

@@ -117,6 +117,7 @@ LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
 SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
 LIGHTNING_TESTS = ("tests/integrations/test_lightning.py",)
+HF_TESTS = ("tests/integrations/test_accelerate.py", "tests/integrations/test_transformers.py")
 # verl is installed without the packages it names, because many are not imported here. These are.
 VERL_PLAIN = (
     "omegaconf",
@@ -298,6 +299,7 @@ class Target:
         others = [trainer for trainer in TRAINERS if not self.name.startswith(trainer)]
         if not set(self.tests) & set(TODAY_TESTS):
             files = [file for file in files if not file.stem.endswith("_today")]
+        others = [trainer for trainer in TRAINERS if trainer not in self.name]
         used = {file for file in files if not any(_is_of(file, other) for other in others)}
         versions = [
             line
@@ -407,6 +409,12 @@ TARGETS = (
             ("tqdm", YAML),
         ),
         (*LIGHTNING_TESTS, *TODAY_TESTS),
+    # accelerate names torch, and so the CUDA that the base has left out.
+    Target(
+        "accelerate-1.15-transformers-5.23",
+        "3.12",
+        (("--no-deps", "accelerate==1.15.0"), ("transformers==5.23.0",)),
+        (*HF_TESTS, *TODAY_TESTS),
         always=True,
     ),
     Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),
