@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from types import MappingProxyType
 
 from fieldbugs import megatron, newest, others, torchtitan, verl
+from fieldbugs import huggingface, megatron, newest, others, verl
 from fieldbugs.report import Checked, Report
 from fieldbugs.today import TESTS, VERSIONS, today
 
@@ -16,6 +17,7 @@ REPORTS: tuple[Report, ...] = (
     *others.REPORTS,
     *newest.REPORTS,
     *torchtitan.REPORTS,
+    *huggingface.REPORTS,
 )
 BY_NAME = MappingProxyType(
     {name: report for report in REPORTS for name in (report.name, *report.aliases)}
@@ -32,6 +34,8 @@ from the reports and contain no code of those projects.
 
 The reports about verl, Megatron and torchtitan also run against the drop-in for [verl](verl.md), for
 [Megatron-LM](megatron-lm.md) or for [torchtitan](torchtitan.md), or against the
+The reports about verl, Megatron, Accelerate and Trainer also run against the drop-in for
+[verl](verl.md), [Megatron-LM](megatron-lm.md), [Accelerate and Trainer](accelerate.md), or the
 [queue](foreign.md#replace-the-queue), by the tests that `tests/fieldbugs/dropins.py` names.
 
 The last column says whether it is still so in {VERSIONS}.

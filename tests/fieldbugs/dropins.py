@@ -2,6 +2,8 @@
 
 Those of verl and torchtitan run with the real package (``make test-integrations``), those of Megatron
 with megatron-core on two ranks.
+Those of verl, Accelerate and Trainer run with the real package (``make test-integrations``), those of
+Megatron with megatron-core on two ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ SFT = "tests/integrations/test_verl_sft.py"
 COMMON = "tests/megatron/test_megatron_common.py"
 TITAN = "tests/integrations/test_torchtitan.py"
 NVRX = "tests/megatron/test_megatron_nvrx.py"
+
+ACCELERATE = "tests/integrations/test_accelerate.py"
+TRAINER = "tests/integrations/test_transformers.py"
 
 _OLD_STAYS = f"{VERL}::test_the_old_checkpoint_stays_until_the_new_one_is_tracked"
 _EVERY_RANK = f"{VERL}::test_the_tracker_waits_for_every_rank_and_is_the_drivers"
@@ -68,5 +73,12 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             f"{TITAN}::test_a_rank_that_is_killed_in_the_middle_of_a_save_costs_that_save_alone",
         ),
         "titan-4270": (f"{TITAN}::test_the_end_of_the_data_waits_for_the_save_in_flight",),
+        "accelerate-total-limit": (
+            f"{ACCELERATE}::test_a_kill_in_the_middle_of_a_save_leaves_the_one_before",
+        ),
+        "transformers-35782": (
+            f"{TRAINER}::test_a_kill_in_the_middle_of_a_save_leaves_the_one_before",
+            f"{TRAINER}::test_a_half_written_newest_directory_is_passed_over",
+        ),
     }
 )

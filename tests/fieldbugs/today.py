@@ -13,6 +13,8 @@ VERSIONS = (
     "on 2026-11-27"
     "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25, and in "
     "lightning 2.6.6, on 2026-11-27"
+    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25, and in "
+    "Accelerate 1.15.0 and transformers 5.23.0, on 2026-11-27"
 )
 TESTS = "tests/integrations/test_field_bugs_today.py"
 OTHER = "another project"
@@ -73,6 +75,10 @@ TODAY: MappingProxyType[str, str] = MappingProxyType(
         "titan-4197": "still there (run): behind two half directories the whole checkpoint is deleted, "
         "while the next one is in flight",
         "titan-4270": "still there (run): `close` returns while the writer writes",
+        "accelerate-total-limit": "still there (run): a SIGKILL in the save leaves one directory, "
+        "without its last file",
+        "transformers-35782": "still there (run): `resume_from_checkpoint=True` ends with "
+        "`FileNotFoundError`",
     }
 )
 

@@ -66,6 +66,18 @@ needs_nvrx = needs("nvidia_resiliency_ext")
 needs_verl = needs("verl")
 needs_titan = needs("torchtitan")
 needs_lightning = needs("lightning")
+    top = package.partition(".")[0]  # a folder of tests has the name of one, too
+    missing = find_spec(top) is None or find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+needs_core = needs("megatron.core")
+needs_nvrx = needs("nvidia_resiliency_ext")
+needs_verl = needs("verl")
+needs_trainer = pytest.mark.skipif(
+    not find_spec("transformers") or find_spec("verl") is not None,
+    reason="transformers is not installed, or an older one beside verl",
+)
 BOTH = pytest.mark.parametrize("maker", ["mcore", pytest.param("nvrx", marks=needs_nvrx)])
 
 
@@ -489,3 +501,39 @@ def test_lightning_deletes_before_its_thread_has_written(tmp_path: Path) -> None
     plugins = {"plugins": [AsyncCheckpointIO(Slow())]}
     Run(epochs=1, stop=3, callbacks=keeps, trainer=plugins).fit()
     assert left[:2] == [["epoch=0-step=1.ckpt"], []], GONE
+# ------------------------------------------------------------------- Accelerate and transformers
+
+
+@needs_trainer
+@pytest.mark.field_bug("accelerate-total-limit")
+def test_accelerate_deletes_before_it_saves(tmp_path: Path) -> None:
+    """Catches: a release that deletes after the save. Today a SIGKILL in the save leaves nothing
+    whole: the registered object, which is saved last, is missing, and ``load_state`` refuses."""
+    from accelerate_ranks import start
+
+    arguments = {"project": str(tmp_path / "project"), "ours": False, "total_limit": 1}
+    job = "accelerate_job.train"
+    killed = start(tmp_path / "1", job, 1, last=2, killed_in=2, **arguments)
+    assert killed.codes() == [-signal.SIGKILL]
+    [left_there] = (tmp_path / "project/checkpoints").iterdir()
+    assert left_there.name == "checkpoint_1", GONE
+    assert not (left_there / "custom_checkpoint_0.pkl").exists()
+    again = start(tmp_path / "2", job, 1, last=3, **arguments)
+    assert again.codes() == [1]
+    assert "Found checkpoints: 0" in again.words(), GONE
+
+
+@needs_trainer
+@pytest.mark.field_bug("transformers-35782")
+def test_trainer_resumes_from_a_half_written_directory(tmp_path: Path) -> None:
+    """Catches: a release that passes it over. Today every restart fails, beside a whole one."""
+    from accelerate_ranks import start
+
+    arguments = {"root": str(tmp_path / "out"), "ours": False}
+    job = "transformers_job.train"
+    killed = start(tmp_path / "1", job, 1, last=2, killed_in=2, resume=False, **arguments)
+    assert killed.codes() == [-signal.SIGKILL]
+    assert (tmp_path / "out/checkpoint-1/trainer_state.json").exists()
+    again = start(tmp_path / "2", job, 1, last=3, **arguments)
+    assert again.codes() == [1]
+    assert "checkpoint-2/trainer_state.json" in again.words(), GONE
