@@ -145,9 +145,12 @@ class AcceleratorCheckpoints:
             step = int(self._accelerator.save_iteration)
         else:
             step = self._step_to_save(output_dir)
-        self.files.save(
-            step, partial(self._write, safe_serialization=safe_serialization, **options)
-        )
+        before, saved = project.iteration, False
+        write = partial(self._write, safe_serialization=safe_serialization, **options)
+        try:
+            saved = self.files.save(step, write)
+        finally:
+            project.iteration = before + saved  # of a failed save, some ranks have counted it
         return self.files.path(step)
 
     def _step_to_save(self, output_dir: str | os.PathLike[str] | None) -> int:

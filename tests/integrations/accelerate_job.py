@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
@@ -17,6 +19,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 
+from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.integrations.accelerate import install
 
 torch.set_num_threads(1)
@@ -33,14 +36,17 @@ TIMES = {
 class Progress:
     """A registered object: the number of steps that were made. Accelerate saves it last.
 
-    ``dies``: the save ends with a SIGKILL of this process.
+    ``dies``: the save ends with a SIGKILL of this process. ``fails``: the next save fails.
     """
 
-    step, dies = 0, False
+    step, dies, fails = 0, False, False
 
     def state_dict(self) -> dict[str, int]:
         if self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.ENOSPC, "No space left on device")
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -103,10 +109,12 @@ def train(
     resume: bool = True,
     total_limit: int | None = None,
     killed_in: int = 0,
+    fails_in: int = 0,
 ) -> dict[str, Any]:
     """Train to step ``last`` and save after each step. Stock code resumes by the newest path.
 
     ``killed_in``: rank 0 dies by SIGKILL in the save after that step, before its last file.
+    ``fails_in``: rank 0's first try to save that step fails, and every rank tries again.
     """
     accelerator, (model, optimizer, scheduler, progress) = make(kind, project, total_limit)
     checkpoints = install(accelerator, **TIMES) if ours else None
@@ -126,6 +134,10 @@ def train(
         progress.step += 1
         digests[progress.step] = digest(model)
         progress.dies = progress.step == killed_in and rank == 0
+        if progress.step == fails_in:
+            progress.fails = rank == 0
+            with pytest.raises(CkptFsmError, match="No space left"):
+                accelerator.save_state()
         accelerator.save_state()
     accelerator.end_training()
     return {"begin": begin, "digests": digests}

@@ -17,6 +17,7 @@ import pytest
 if not find_spec("transformers") or not find_spec("accelerate"):
     pytest.skip("transformers is not installed", allow_module_level=True)
 
+import torch  # noqa: E402
 from accelerate_ranks import Jobs, run  # noqa: E402
 from transformers_job import make  # noqa: E402
 
@@ -89,6 +90,8 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path) -> N
     assert found["best"] == str(tmp_path / "out/checkpoint-2")
     assert found["end"] == found["digests"]["2"]  # the model of step 2
     assert found["saved"][-1] == ["checkpoint-2", "checkpoint-3"]
+    saved = torch.load(tmp_path / "out/checkpoint-2/training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1
     state = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == found["best"]  # not a path of the attempt
     [again] = run(tmp_path / "job2", JOB, 1, last=4, **arguments)
