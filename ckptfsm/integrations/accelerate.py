@@ -2,7 +2,7 @@
 
 Accelerate's own code writes the files of each rank, into the directory of the attempt. The library
 makes them durable, publishes them with one rename, and deletes old checkpoints. A checkpoint is tracked
-when the call returns. Every method is collective.
+when the call returns, or with ``sync=False`` some time later. Every method is collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _WITHOUT_EFFECT = (
     "preemption_signals",
     "end_of_allocation",
     "agree_when_idle",
-    "sync",
     "engine",
     "read_twice",
     "writer_files",
@@ -61,18 +60,19 @@ class FilesOfTrainer:
         for name in _WITHOUT_EFFECT:
             if name in settings:
                 raise ConfigError(f"{name} has no effect here: the trainer decides", key=name)
-        config = config_of(None, {"retention": limit, "layout": layout, **settings})
+        usual = {"retention": limit, "layout": layout, "sync": True}
+        config = config_of(None, {**usual, **settings})
         if config.saves_again:
             said = "the trainer decides when it saves: on_failure is 'raise' or 'warn'"
             raise ConfigError(said, key="on_failure")
         self.root = os.path.realpath(root)
         self.layout = LAYOUTS[config.layout]
-        self.manager = CheckpointManager(root, config.model_copy(update={"sync": True}))
+        self.manager = CheckpointManager(root, config)
 
     def save(
         self, step: int, write: Callable[[str], None], metrics: Mapping[str, float] | None = None
     ) -> bool:
-        """Save what ``write(directory)`` writes on each rank, and wait until it is tracked.
+        """Save what ``write(directory)`` writes on each rank; with ``sync``, wait until it is tracked.
 
         The directory is empty, and each rank has one of its own. Two ranks may not write one name.
         False after a failure under ``on_failure="warn"``. Raises the errors of
@@ -84,7 +84,11 @@ class FilesOfTrainer:
         return not handle.skipped and handle.exception() is None
 
     def find(self, step: int | None = None) -> Restored | None:
-        """The newest checkpoint, or that of ``step``, verified; None without evidence of any."""
+        """The newest checkpoint, or that of ``step``, verified; None without evidence of any.
+
+        Waits for the save in flight.
+        """
+        self.manager.wait_until_finished()
         return self.manager.restore(FileTree(_writes_nothing, directory=""), step=step)
 
     def step_of(self, directory: str | os.PathLike[str]) -> int | None:
@@ -235,8 +239,9 @@ def install(
 
     ``root`` has the checkpoints, by default ``<project_dir>/checkpoints``, if Accelerate names them
     itself. ``settings`` are those of ``CheckpointManager``. ``total_limit`` becomes ``LatestN``,
-    unless ``retention`` is given. ``layout="hf"`` names directories ``checkpoint-100`` instead of
-    ``checkpoint_100``.
+    unless ``retention`` is given. With ``sync=False``, files are made durable and published while
+    the training goes on; the next save, ``load_state`` and ``close`` wait for that.
+    ``layout="hf"`` names directories ``checkpoint-100`` instead of ``checkpoint_100``.
 
     Raises ``ConfigError``, and the errors of ``CheckpointManager``.
     """

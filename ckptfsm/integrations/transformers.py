@@ -67,6 +67,8 @@ class TrainerCheckpoints:
         self._stock_train, self._stock_save = trainer.train, trainer._save_checkpoint
         self._installed.put(trainer, "train", self.train)
         self._installed.put(trainer, "_save_checkpoint", self.save)
+        self._stock_best = trainer._load_best_model
+        self._installed.put(trainer, "_load_best_model", self.load_best)
 
     @property
     def _args(self) -> Any:
@@ -119,7 +121,10 @@ class TrainerCheckpoints:
         return asked if found is None else found.directory
 
     def save(self, model: Any, trial: Any = None) -> None:
-        """Save as ``Trainer._save_checkpoint`` does, and wait until it is tracked (collective)."""
+        """Save as ``Trainer._save_checkpoint`` does (collective).
+
+        With ``sync``, wait until it is tracked.
+        """
         files, state = self.files, self._trainer.state
         if files is None or trial is not None:
             raise ConfigError("a checkpoint is saved inside of train(), and not for a trial")
@@ -132,6 +137,12 @@ class TrainerCheckpoints:
         finally:
             if not saved:
                 state.best_model_checkpoint = before
+
+    def load_best(self) -> None:
+        """Load as ``Trainer._load_best_model`` does, once no save is in flight (collective)."""
+        if self.files is not None:
+            self.files.manager.wait_until_finished()
+        self._stock_best()
 
     def _write(self, files: FilesOfTrainer, model: Any, directory: str) -> None:
         """Let the trainer write this rank's files into ``directory`` itself."""
@@ -173,7 +184,8 @@ def install(trainer: Any, **settings: Unpack[Settings]) -> TrainerCheckpoints:
     """Let a ``Trainer`` save and resume through this library. Call it before ``train``.
 
     The root is ``args.output_dir``. ``settings`` are those of ``CheckpointManager``.
-    ``save_total_limit`` counts as before, unless ``retention`` is given. Raises ``ConfigError``.
+    ``save_total_limit`` counts as before, unless ``retention`` is given. With ``sync=False``, files are
+    made durable and published while the training goes on. Raises ``ConfigError``.
     """
     require("accelerate", "transformers", extra="transformers")
     refuse_settings(trainer)

@@ -136,6 +136,15 @@ def test_directories_that_the_trainer_names_itself(
     assert accelerator.save_state.__func__ is Accelerator.save_state
 
 
+def test_a_save_beside_the_training_is_waited_for(accelerator: Accelerator, tmp_path: Path) -> None:
+    with install(accelerator, tmp_path / "out", sync=False):
+        for number in (1, 2):
+            accelerator.save_state(str(tmp_path / f"out/checkpoint_{number}"))
+        assert accelerator.load_state() == 2
+        accelerator.save_state(str(tmp_path / "out/checkpoint_3"))
+    assert names(tmp_path / "out") == [f"checkpoint_{number}" for number in (1, 2, 3)]
+
+
 def test_a_changed_file_is_not_loaded(accelerator: Accelerator, tmp_path: Path) -> None:
     with install(accelerator, tmp_path / "out"):
         path = Path(accelerator.save_state(str(tmp_path / "out/checkpoint_1")))
@@ -163,7 +172,11 @@ def test_missing_random_states_are_warned_of(accelerator: Accelerator, tmp_path:
 
 @pytest.mark.parametrize(
     ("settings", "key"),
-    [({}, "root"), ({"root": "r", "sync": True}, "sync"), ({"root": "r", "on_failure": 2}, "on_f")],
+    [
+        ({}, "root"),
+        ({"root": "r", "engine": "eager"}, "engine"),
+        ({"root": "r", "on_failure": 2}, "on_f"),
+    ],
 )
 def test_what_cannot_be_honoured_is_refused(
     accelerator: Accelerator, tmp_path: Path, settings: dict[str, Any], key: str

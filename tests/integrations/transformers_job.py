@@ -96,6 +96,7 @@ def train(
     resume: bool | str = True,
     killed_in: int = 0,
     best_at: int = 0,
+    sync: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train to step ``last`` and save after each step.
@@ -105,7 +106,7 @@ def train(
     """
     trainer, watch = make(root, last, kind, arguments)
     if ours:
-        install(trainer, **TIMES)
+        install(trainer, sync=sync, **TIMES)
     stock_save_rng, stock_evaluate = trainer._save_rng_state, trainer.evaluate
 
     def die(directory: str) -> None:
@@ -115,7 +116,7 @@ def train(
 
     def judged(*some: Any, **more: Any) -> dict[str, float]:
         found = stock_evaluate(*some, **more)
-        found["eval_loss"] = float(abs(trainer.state.global_step - best_at))
+        found["eval_loss"] = abs(trainer.state.global_step - best_at) + 1 / best_at
         return found
 
     trainer._save_rng_state = die
