@@ -6,8 +6,7 @@ import re
 from collections.abc import Container, Sequence
 from types import MappingProxyType
 
-from fieldbugs import megatron, newest, others, torchtitan, verl
-from fieldbugs import huggingface, megatron, newest, others, verl
+from fieldbugs import huggingface, megatron, newest, others, torchtitan, verl
 from fieldbugs.report import Checked, Report
 from fieldbugs.today import TESTS, VERSIONS, today
 
@@ -32,11 +31,10 @@ Each row is a public report of a checkpoint that was lost, torn, never tracked o
 writers, and prints both side by side. `make repro-list` lists the names. The models are written
 from the reports and contain no code of those projects.
 
-The reports about verl, Megatron and torchtitan also run against the drop-in for [verl](verl.md), for
-[Megatron-LM](megatron-lm.md) or for [torchtitan](torchtitan.md), or against the
-The reports about verl, Megatron, Accelerate and Trainer also run against the drop-in for
-[verl](verl.md), [Megatron-LM](megatron-lm.md), [Accelerate and Trainer](accelerate.md), or the
-[queue](foreign.md#replace-the-queue), by the tests that `tests/fieldbugs/dropins.py` names.
+The reports about verl, Megatron, torchtitan, Accelerate and Trainer also run against the drop-in for
+[verl](verl.md), [Megatron-LM](megatron-lm.md), [torchtitan](torchtitan.md), or [Accelerate and
+Trainer](accelerate.md), or against the [queue](foreign.md#replace-the-queue), by the tests that
+`tests/fieldbugs/dropins.py` names.
 
 The last column says whether it is still so in {VERSIONS}.
 "(run)" means that stock code was run, by `{TESTS}`

@@ -1,9 +1,7 @@
 """Which tests of a drop-in show a report green under the trainer that it is about, by the report's name.
 
-Those of verl and torchtitan run with the real package (``make test-integrations``), those of Megatron
-with megatron-core on two ranks.
-Those of verl, Accelerate and Trainer run with the real package (``make test-integrations``), those of
-Megatron with megatron-core on two ranks.
+Those of verl, torchtitan, Accelerate and Trainer run with the real package (``make test-integrations``),
+those of Megatron with megatron-core on two ranks.
 """
 
 from __future__ import annotations

@@ -9,12 +9,8 @@ from __future__ import annotations
 from types import MappingProxyType
 
 VERSIONS = (
-    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0, verl 0.9.1 and torchtitan 0.3.0, "
-    "on 2026-11-27"
-    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25, and in "
-    "lightning 2.6.6, on 2026-11-27"
-    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25, and in "
-    "Accelerate 1.15.0 and transformers 5.23.0, on 2026-11-27"
+    "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0, verl 0.9.1, torchtitan 0.3.0, "
+    "Accelerate 1.15.0, transformers 5.23.0 and lightning 2.6.6, on 2026-11-27"
 )
 TESTS = "tests/integrations/test_field_bugs_today.py"
 OTHER = "another project"

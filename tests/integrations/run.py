@@ -296,10 +296,9 @@ class Target:
             *(ROOT / "ckptfsm/integrations").rglob("*.py"),
             *(ROOT / "tests/integrations").glob("*.py"),
         ]
-        others = [trainer for trainer in TRAINERS if not self.name.startswith(trainer)]
+        others = [trainer for trainer in TRAINERS if trainer not in self.name]
         if not set(self.tests) & set(TODAY_TESTS):
             files = [file for file in files if not file.stem.endswith("_today")]
-        others = [trainer for trainer in TRAINERS if trainer not in self.name]
         used = {file for file in files if not any(_is_of(file, other) for other in others)}
         versions = [
             line
@@ -409,6 +408,8 @@ TARGETS = (
             ("tqdm", YAML),
         ),
         (*LIGHTNING_TESTS, *TODAY_TESTS),
+        always=True,
+    ),
     # accelerate names torch, and so the CUDA that the base has left out.
     Target(
         "accelerate-1.15-transformers-5.23",

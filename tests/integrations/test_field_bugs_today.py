@@ -66,14 +66,6 @@ needs_nvrx = needs("nvidia_resiliency_ext")
 needs_verl = needs("verl")
 needs_titan = needs("torchtitan")
 needs_lightning = needs("lightning")
-    top = package.partition(".")[0]  # a folder of tests has the name of one, too
-    missing = find_spec(top) is None or find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
-
-
-needs_core = needs("megatron.core")
-needs_nvrx = needs("nvidia_resiliency_ext")
-needs_verl = needs("verl")
 needs_trainer = pytest.mark.skipif(
     not find_spec("transformers") or find_spec("verl") is not None,
     reason="transformers is not installed, or an older one beside verl",
@@ -501,6 +493,8 @@ def test_lightning_deletes_before_its_thread_has_written(tmp_path: Path) -> None
     plugins = {"plugins": [AsyncCheckpointIO(Slow())]}
     Run(epochs=1, stop=3, callbacks=keeps, trainer=plugins).fit()
     assert left[:2] == [["epoch=0-step=1.ckpt"], []], GONE
+
+
 # ------------------------------------------------------------------- Accelerate and transformers
 
 
