@@ -100,7 +100,9 @@ class _Storage:
 
 
 def _has_shape(tensor: torch.Tensor) -> bool:
-    """True for a tensor that can be asked for its shape."""
+    """True for a tensor that can be asked for its shape. One of local shards consists of others."""
+    if hasattr(tensor, "local_shards"):
+        return False
     lazy = torch.nn.parameter.is_lazy(tensor)
     return tensor.layout is torch.strided and not tensor.is_nested and not lazy
 

@@ -213,6 +213,18 @@ def test_a_state_of_dtensors_is_that_of_torch_save(group):
     assert written(part) == saved(state)
 
 
+def test_a_sharded_tensor_is_read_behind_the_training(group):
+    """Catches: a rank's file of the first FSDP that is copied while the trainer waits."""
+    from torch.distributed._shard import sharded_tensor
+
+    local = torch.ones(300, 300)
+    shard = sharded_tensor.Shard.from_tensor_and_offsets(local, [0, 0], 0)
+    state = {"w": sharded_tensor.init_from_local_shards([shard], 300, 300)}
+    part = staged(state)
+    assert [memory.address for memory in memory_of(part)] == [local.data_ptr()]
+    assert written(part) == saved(state)
+
+
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_a_storage_of_its_own_has_its_own_data():
     """Catches: the memory of the tensor before it, which has no record."""
