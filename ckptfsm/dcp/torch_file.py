@@ -35,12 +35,13 @@ from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.read_back import PathInState, StateReadBack, reason_of
 from ckptfsm.dcp.state_format import Staging
 from ckptfsm.writers.image import ImagePart
+from ckptfsm.writers.plain_files import PlainFile
 
 log = logging.getLogger("ckptfsm")
 
 
 @dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(PlainFile):
     """A part that is the file of ``torch.save(obj, name)``. Its name is the part's: ``model.pt``.
 
     ``obj`` is anything that ``torch.save`` takes. The first rank that gives the part writes it. For a

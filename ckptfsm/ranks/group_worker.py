@@ -21,7 +21,7 @@ from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.core.events import Event, WriterGone
 from ckptfsm.core.formats import GROUP
 from ckptfsm.core.layout import join, planned_name
-from ckptfsm.core.parts import AttemptId, PartSpec, check_parts
+from ckptfsm.core.parts import AttemptId, PartSpec, check_parts, is_part_name
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted, Located
@@ -36,7 +36,7 @@ from ckptfsm.ranks.restoring import Restorer, refuse_unknown_parts, warn_of_rest
 from ckptfsm.ranks.share import INTERRUPTED, Proposed, Share, not_begun, reason_of
 from ckptfsm.ranks.shared_root import open_when_visible
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.plain_files import LeftOutPart, TreePart, file_spec
+from ckptfsm.writers.plain_files import LeftOutPart, TreePart, file_spec, is_file
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -69,8 +69,9 @@ class BaseGroupWorker:
         """Begin to write this rank's share (collective in the group). Returns reports.
 
         ``state`` is a sharded state dict for the part's directory itself. ``parts`` maps inner
-        directories to several of them, to a ``FileTree``, or to None if other ranks write it.
-        ``parts`` may be a function that returns them.
+        directories to several of them, to a ``FileTree``, or to None if other ranks write it. It
+        maps names of files in the part's directory to bytes or to a ``TorchFile``: such a file is
+        this rank's own, and other ranks do not name it. ``parts`` may be a function that returns them.
 
         When it returns, the tensors may change. A second call with the same ticket does nothing and
         returns the ticket's reports. Raises ``RankFailed`` if a rank of the group is gone.
@@ -91,7 +92,7 @@ class BaseGroupWorker:
 
     def _write(self, ticket: Ticket, shares: GroupParts) -> None:
         """Plan with the group, stage and fork; an error becomes a report."""
-        call, step = ProposedCall(parts=shares.values), ticket.of.step
+        call, step = ProposedCall(parts=shares.values, own=shares.own), ticket.of.step
         directories = tuple(shares.keys.values())
         proposed = self._share.propose(step, call, directories=directories)
         draft, answer = proposed.draft, Answer()
@@ -274,7 +275,7 @@ class BaseGroupWorker:
             restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         if self._ports.transport.rank == 0:
             warn_of_rest(restored, partial=partial)
-        by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
+        by_key = {shares.keys.get(n, n): value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
 
 
@@ -299,9 +300,9 @@ def _raise(error: BaseException) -> None:
 
 def _refuse_other_parts(parts: Sequence[PartSpec]) -> None:
     for spec in parts:
-        if spec.format.foreign or spec.format.inside or spec.optional:
+        if spec.format.foreign or spec.optional:
             raise ConfigError(
-                f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
+                f"{spec.name!r}: a worker writes sharded state dicts, FileTrees and files, and it is "
                 "the whole part that may be optional"
             )
 
@@ -312,10 +313,10 @@ def _no_coordinator(*arguments: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """The parts that the ranks of a group write, under plain names that are unique in the
-    checkpoint.
+    """The parts that the ranks of a group write.
 
-    ``keys`` are the directories inside the part's, by name.
+    A directory's name is unique in the checkpoint. ``keys`` has the directories inside the part's,
+    by name. Files are this rank's ``own``, under the names that they have in the part's directory.
     """
 
     part: PartSpec
@@ -324,13 +325,23 @@ class GroupParts:
 
     @classmethod
     def of(cls, part: PartSpec, state: Any, parts: Mapping[str, Any] | None) -> GroupParts:
-        named = {"": state} if parts is None else parts
+        given = {"": state} if parts is None else parts
+        files = {key: value for key, value in given.items() if is_file(value)}
+        named = {key: value for key, value in given.items() if key not in files}
         keys = {f"{part.name}.{index}": key for index, key in enumerate(sorted(named))}
-        return cls(part, keys, {name: named[key] for name, key in keys.items()})
+        for key in files:
+            if key in keys or not is_part_name(key):
+                error = ConfigError(f"{key!r} cannot be the name of a rank's file", part=part.name)
+                files[key] = partial(_raise, error)  # within the plan: the other ranks wait there
+        return cls(part, keys, {name: named[key] for name, key in keys.items()} | files)
+
+    @property
+    def own(self) -> frozenset[str]:
+        return frozenset(self.values).difference(self.keys)
 
     def place(self, spec: PartSpec) -> PartSpec:
         """The spec of a share, with its directory relative to the step's."""
-        return replace(spec, directory=join(self.part.directory, self.keys[spec.name]))
+        return replace(spec, directory=join(self.part.directory, self.keys.get(spec.name, "")))
 
 
 class Unfinished(NamedTuple):

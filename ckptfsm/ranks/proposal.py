@@ -31,10 +31,14 @@ _WORDS = 460  # characters of a refusal: a report puts a few words before them
 
 
 class ProposedCall(NamedTuple):
-    """The state, or the named parts, that a trainer gives to a save."""
+    """The state, or the named parts, that a trainer gives to a save.
+
+    ``own`` are the names of parts that no other rank may give, or has to name.
+    """
 
     state: Any = None
     parts: Mapping[str, Any] | None = None
+    own: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Proposal(Sent):
     has a number for each of ``specs``: the values in it of which one rank's are kept for all.
     ``trees`` names each ``FileTree`` with its ``every_rank``. ``place`` has the part and the key of
     the value that an ``error`` is about, if it is about one. ``directories`` are those inside the
-    part of a group, whose order numbers its shares.
+    part of a group, whose order numbers its shares. ``own``: see ``ProposedCall``.
     """
 
     step: int
@@ -61,6 +65,7 @@ class Proposal(Sent):
     digests: tuple[int, ...] = ()
     place: tuple[tuple[str, str], ...] = ()
     directories: tuple[str, ...] = ()
+    own: frozenset[str] = frozenset()
 
 
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -116,6 +121,7 @@ def propose(
         draft.expected_bytes,
         figures,
         trees=tuple((n, c.every_rank) for n, c in contents if isinstance(c, FileTree)),
+        own=call.own,
     )
 
 
@@ -170,14 +176,16 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
                 step=first.step,
                 rank=rank,
             )
-    # Each part once, in the order in which the ranks give them.
-    in_order = list(dict.fromkeys(spec.name for p in proposals for spec in p.specs))
-    nobody = sorted(_names(first) - set(in_order))
+    given: dict[str, dict[int, PartSpec]] = {}  # in the order in which the ranks give the parts
+    for rank, proposal in enumerate(proposals):
+        for spec in proposal.specs:
+            given.setdefault(spec.name, {})[rank] = spec
+    nobody = sorted(_names(first) - set(given))
     if nobody:
         raise SaveRefused(f"no rank writes part {nobody[0]!r}", step=first.step, part=nobody[0])
     return SaveRequest(
         first.step,
-        tuple(_agreed(name, proposals) for name in in_order),
+        tuple(_agreed(name, found, proposals) for name, found in given.items()),
         len(proposals),
         _in_place(proposals),
         first.metrics,
@@ -186,13 +194,22 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
 
 
 def _names(proposal: Proposal) -> set[str]:
-    return {spec.name for spec in proposal.specs} | proposal.elsewhere
+    """The parts that every rank has to name."""
+    return ({spec.name for spec in proposal.specs} | proposal.elsewhere) - proposal.own
 
 
-def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
-    """A part as its ranks propose it; the first of them writes a part of plain files for all."""
-    found = {r: spec for r, p in enumerate(proposals) for spec in p.specs if spec.name == name}
+def _agreed(name: str, found: Mapping[int, PartSpec], proposals: Sequence[Proposal]) -> PartSpec:
+    """A part as the ranks ``found`` propose it; the first of them writes plain files for all."""
     first = next(iter(found.values()))
+    if len(found) > 1 and any(name in proposals[rank].own for rank in found):
+        raise SaveRefused(
+            f"rank {name_ranks(list(found))} give a file {name!r} each: give it a name of its own on "
+            "each rank",
+            step=proposals[0].step,
+            rank=min(found),
+            ranks=tuple(found),
+            part=name,
+        )
     for rank, spec in found.items():
         if spec != first:
             raise SaveRefused(

@@ -25,6 +25,17 @@ from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.rank_writer import FilePart
 
 
+class PlainFile:
+    """Base of the values, beside bytes, that a driver saves as one file of the part's name."""
+
+    __slots__ = ()
+
+
+def is_file(value: Any) -> bool:
+    """True for the value of a part that is one file."""
+    return isinstance(value, (bytes, bytearray, PlainFile))
+
+
 @dataclass(frozen=True, slots=True)
 class FileTree:
     """A part that is a directory of files, written by ``make(directory)``.
@@ -55,7 +66,7 @@ class FileTree:
 class TreePart(PartJob):
     """Files that exist already: the writer fsyncs and digests them.
 
-    ``skip`` are inner directories that belong to other parts. Where each rank has files in the
+    ``skip`` are inner directories and files that belong to other parts. Where each rank has files in the
     directory, ``names`` are this rank's. ``emptied`` is the directory that they were made in.
     """
 
@@ -152,12 +163,13 @@ def make_inside(location: str, directory: str) -> str:
 
 
 def without_inner_parts(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
-    """Exclude the directories of other parts from a tree of files around them."""
+    """Exclude the directories and files of other parts from a tree of files around them."""
     if not isinstance(job, TreePart):
         return job
     base = f"{job.directory}/" if job.directory else ""
-    inside = (p.directory for p in parts if not p.format.inside and p.directory != job.directory)
-    skip = [d.removeprefix(base) for d in inside if d.startswith(base)]
+    files = [join(p.directory, p.name) for p in parts if p.format.inside]
+    inside = [p.directory for p in parts if not p.format.inside and p.directory != job.directory]
+    skip = [path.removeprefix(base) for path in (*inside, *files) if path.startswith(base)]
     return replace(job, skip=(*skip, *(() if base else (PRIVATE,))))
 
 
@@ -239,7 +251,7 @@ def stage_file(spec: PartSpec, value: Any, location: str, rank: int) -> PartJob:
     """The job of ``rank`` for a part of plain files."""
     if isinstance(value, FileTree):
         return stage_tree(spec, value, location, rank)
-    return FilePart(spec.name, spec.name, bytes(value))
+    return FilePart(spec.name, spec.name, bytes(value), spec.directory)
 
 
 @dataclass(slots=True)

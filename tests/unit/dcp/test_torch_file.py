@@ -28,6 +28,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec, Planned  # noqa: E402
 from ckptfsm.core.ports import RankJob  # noqa: E402
 from ckptfsm.dcp import images, torch_file  # noqa: E402
 from ckptfsm.dcp.blobs import Templates  # noqa: E402
+from ckptfsm.dcp.checkpoint_manager import GroupWorker  # noqa: E402
 from ckptfsm.dcp.device_copies import DeviceCopies  # noqa: E402
 from ckptfsm.dcp.images import Held  # noqa: E402
 from ckptfsm.dcp.state_format import Staging  # noqa: E402
@@ -37,6 +38,8 @@ from ckptfsm.dcp.torch_file import (  # noqa: E402
     TorchFiles,
     load_torch_file,
 )
+from ckptfsm.ranks.controller import Controller  # noqa: E402
+from ckptfsm.ranks.tickets import GroupPart  # noqa: E402
 from ckptfsm.testing.simfs import SimDisk, SimStorage  # noqa: E402
 from ckptfsm.writers.image import ImagePart, InlineChunks, write_image  # noqa: E402
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings  # noqa: E402
@@ -273,6 +276,26 @@ def test_a_writer_process_writes_the_same(tmp_path, size):
     assert (tmp_path / LOCATION / NAME).read_bytes() == saved(obj)
     loaded = load_torch_file(NAME, TorchFile(None), str(tmp_path / LOCATION))
     assert torch.equal(loaded["b"], obj["b"])
+
+
+def test_a_worker_of_a_group_has_files_of_its_own(tmp_path):
+    """Catches: a file that is not torch's, because torch names its records after the file; a copy
+    that is not yet taken when ``write`` returns; a worker that finds no file of its own again."""
+    model, worker = torch.ones(LARGE), GroupWorker(tmp_path / "root")
+    with Controller(tmp_path / "root", {"actor": 1}, worker.poll) as controller:
+        save = controller.begin(5, {"actor": GroupPart("actor")})
+        files = {"model_0.pt": TorchFile({"w": model}), "note.txt": b"one"}
+        torch.save({"w": model}, tmp_path / "model_0.pt")
+        controller.feed(worker.write(save.tickets["actor"], parts=files))
+        model.zero_()
+        save.handle.wait()
+        with controller.reading() as found:
+            wanted = {"model_0.pt": TorchFile(None), "note.txt": b""}
+            restored = worker.restore(found, "actor", parts=wanted)
+    worker.close()
+    assert restored.parts["note.txt"] == b"one" and bool(restored.parts["model_0.pt"]["w"].all())
+    there = Path(restored.directory, "actor/model_0.pt").read_bytes()
+    assert there == (tmp_path / "model_0.pt").read_bytes()
 
 
 def test_a_state_is_let_go_of_with_its_save():

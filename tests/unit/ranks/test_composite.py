@@ -255,8 +255,13 @@ def test_a_tree_around_another_part_lists_only_its_own(tmp_path):
         Path(directory, "config.json").write_text("{}")
 
     parts = {"state": {"w": 1}, "actor": FileTree(write), "actor.tokens": FileTree(write)}
-    specs = (PartSpec("actor", "tree", "actor"), PartSpec("inner", "report", "actor/inner"))
+    specs = (
+        PartSpec("actor", "tree", "actor"),
+        PartSpec("inner", "report", "actor/inner"),
+        PartSpec("rank_1.pt", "file", "actor"),
+    )
     (tmp_path / "step/actor/inner").mkdir(parents=True)
+    (tmp_path / "step/actor/rank_1.pt").touch()
     write(str(tmp_path / "step/actor"))
     write(str(tmp_path / "step/actor/inner"))
     storage = PosixStorage(str(tmp_path), create=False)
@@ -400,6 +405,30 @@ def test_I3_every_rank_of_a_group_writes_files_of_a_tree(tmp_path):
     assert list((tmp_path / "iter_0000001/.ckptfsm").glob("tree-*")) == []
 
 
+def test_I3_each_rank_of_a_group_has_files_of_its_own(tmp_path):
+    """Catches: a file under another name than it was given, or of which another rank's is kept;
+    ranks that have to name each other's files; one that a tree around it lists again."""
+
+    def make_config(directory: str) -> None:
+        Path(directory, "config.json").write_text("{}")
+
+    job = GroupJob(tmp_path, {"actor": 2, "critic": 2})
+    save = job.begin(1)
+    for name, ticket in save.tickets.items():
+        tree = FileTree(make_config, every_rank=False)
+        given = iter([{f"rank_{r}.pt": b"%d of 2" % r, "": tree} for r in range(2)])
+        make = partial(made, given)
+        job.controller.feed(job.groups[name].write(ticket, [None, None], parts=make))
+    save.handle.wait()
+    job.controller.close()
+    names = {entry["name"] for entry in manifest_of(tmp_path, "iter_0000001")["files"]}
+    found = {"config.json": b"{}", "rank_0.pt": b"0 of 2", "rank_1.pt": b"1 of 2"}
+    for name in ("actor", "critic"):
+        assert {each for each in names if each.startswith(name)} == {f"{name}/{f}" for f in found}
+        step = tmp_path / "iter_0000001" / name
+        assert {path.name: path.read_bytes() for path in step.iterdir()} == found
+
+
 def made(given: Iterator[Any]) -> Any:
     parts = next(given)
     if isinstance(parts, Exception):
@@ -419,6 +448,9 @@ def made(given: Iterator[Any]) -> Any:
         ([{"model": {"w": 1}}, ["model"]], "maps directories"),
         ([{"model": {"w": 1}}, {1: {"w": 1}, "model": {"w": 1}}], "maps directories"),
         ([{"model": {"w": 1}}, RuntimeError("out of memory")], "RuntimeError: out of memory"),
+        ([{"x.pt": b"1"}, {"x.pt": b"2"}], "rank 0, 1 give a file 'x.pt' each"),
+        ([{"x.pt": b"1"}, {"x/y.pt": b"2"}], "'x/y.pt' cannot be the name of a rank's file"),
+        ([{"w": {"w": 1}, "actor.0": b"1"}, {"w": {"w": 1}}], "'actor.0' cannot be the name"),
     ],
 )
 def test_I3_parts_that_do_not_fit_together_fail_the_save(tmp_path: Path, given: Any, words: str):
