@@ -270,6 +270,39 @@ def test_a_backend_for_which_verl_writes_no_tracker(job: Job) -> None:
     assert state_of(stock) == before
 
 
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_shards_of_fsdp_are_written_while_training_goes_on(job: Job, fsdp: int) -> None:
+    """Catches: shards that are written while the save is called, or from a state that has moved on;
+    a file that is not byte for byte that of verl, or that stock verl does not resume from."""
+    gate = job.place / "go"
+    trainer = job.start(async_save=True, critic=False)
+    group = trainer.actor_rollout_wg
+    group.call("verl_worker:use_fsdp", fsdp)
+    train(trainer, 2)
+    saved = state_of(trainer)
+    group.save_checkpoint(str(job.place / "stock"), None, 2)
+    assert trainer.checkpoints.groups, "our managers are put in"
+    group.call("verl_worker:hold_writers", str(gate))
+    trainer._save_checkpoint()
+    train(trainer, 1)
+    trainer._start_profiling(False)
+    assert not list(job.root.rglob("*_rank_?.pt")) and not job.steps()
+    gate.touch()
+    polled_until(trainer, lambda: job.steps() == ["global_step_2"])
+    trainer.checkpoints.close()
+    ours, stocks = job.root / "global_step_2/actor", job.place / "stock"
+    names = {str(p.relative_to(stocks)) for p in stocks.rglob("*") if p.is_file()}
+    assert names == {str(p.relative_to(ours)) for p in ours.rglob("*") if p.is_file()}
+    for kind in ("model", "optim", "extra_state"):
+        assert {f"{kind}_world_size_2_rank_{rank}.pt" for rank in (0, 1)} < names
+    assert all((ours / n).read_bytes() == (stocks / n).read_bytes() for n in names)
+    stock = job.start(stock=True, critic=False)
+    stock.actor_rollout_wg.call("verl_worker:use_fsdp", fsdp)
+    train(stock, 5)
+    stock._load_checkpoint()
+    assert (stock.global_steps, state_of(stock)) == (2, saved)
+
+
 def test_a_restart_remembers_the_prunes(job: Job) -> None:
     """Catches: retention in an in-memory list: every restart leaves one more checkpoint behind."""
     keep = {"max_actor_ckpt_to_keep": 2, "max_critic_ckpt_to_keep": 2}

@@ -54,6 +54,11 @@ def listed_in(step: Path) -> list[str]:
     return [file["name"] for text in receipts for file in json.loads(text)["files"]]
 
 
+def torch_files(step: Path) -> dict[str, bytes]:
+    """The files of ``torch.save`` at the top of a step's directory."""
+    return {path.name: path.read_bytes() for path in step.glob("*.pt")}
+
+
 def states(notes: list[dict[str, Any]]) -> list[Any]:
     return [rank["state"] for rank in notes]
 
@@ -71,14 +76,21 @@ def test_stock_resumes_our_steps_as_if_nothing_had_been(
 ) -> None:
     """Catches: verl #7952: an engine with saves that are never tracked; a file that only we can
     read. Also: a lost moment, generator or position in the data; retention that deletes another
-    step."""
-    whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
+    step; a file of a rank, written while training goes on, that is not byte for byte verl's."""
+    whole_place = tmp_path / "whole"
+    whole = Run(sft, whole_place, engine, stock=True, async_save=False).done()
     first = {"total_training_steps": 6, "max_ckpt_to_keep": 2, "save_freq": 2}
     ours = Run(sft, tmp_path / "ours", engine, trainer=first, async_save=async_save)
     saved = ours.done()
     assert [len(rank["seen"]) for rank in saved] == [6, 6]
     assert (steps(ours.place), tracked(ours.place)) == (["global_step_4", "global_step_6"], "6")
     assert not os.listdir(ours.place / "root/.ckptfsm/staging")
+    for name in steps(ours.place) if engine == "fsdp2" else ():
+        found, stocks = (torch_files(place / "root" / name) for place in (ours.place, whole_place))
+        assert sorted(found) == sorted(stocks) and len(found) == 8
+        same = {file for file in found if found[file] == stocks[file]}
+        # Nobody seeds the generators of Python and numpy.
+        assert all(file.startswith("extra_state") for file in found.keys() - same)
     again = Run(sft, tmp_path / "ours", engine, stock=True, async_save=False).done()
     assert [rank["resumed"] for rank in again] == [6, 6]
     assert [rank["began"] for rank in again] == states(saved)
@@ -92,7 +104,7 @@ def test_a_run_that_was_killed_goes_on_from_the_last_tracked_step(
 ) -> None:
     """Catches: a tracker, a directory or a deletion before every rank has written (verl #4638).
     Also: a run that begins from zero, or from a save in flight; remains of a killed run in the
-    way of the next."""
+    way of the next; shards that are written while the save is called."""
     whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
     gate = tmp_path / "gate"
     keep = {"max_ckpt_to_keep": 1, "save_freq": 3}
@@ -103,7 +115,8 @@ def test_a_run_that_was_killed_goes_on_from_the_last_tracked_step(
         until_there(killed, killed.place / f"waits-{rank}")
     assert [at for rank in killed.notes() for at in rank["at"]] == [["3", ["global_step_3"]]] * 10
     killed.kill()
-    assert len(os.listdir(killed.place / "root/.ckptfsm/staging")) == 1, "step 6 was in flight"
+    (staged,) = (killed.place / "root/.ckptfsm/staging").iterdir()  # step 6 was in flight
+    assert all(name.startswith("data_") for name in torch_files(staged)), "others come later"
     gate.touch()  # the writers left behind may write
     again = Run(sft, tmp_path / "ours", engine, trainer=keep).done()
     assert [rank["resumed"] for rank in again] == [3, 3]
@@ -117,6 +130,24 @@ def until_there(run: Run, path: Path) -> None:
     while not glob(str(path)):
         assert time.monotonic() < deadline, run.logs()
         time.sleep(0.02)
+
+
+def test_a_killed_writer_fails_its_save_on_all_ranks_and_training_goes_on(
+    sft: SftServer, tmp_path: Path
+) -> None:
+    """Catches: a writer of FSDP shards, killed for memory say, that takes the trainer along, is
+    waited for, or leaves a step that is tracked all the same."""
+    gate, options = tmp_path / "gate", {"on_failure": "warn"}
+    run = Run(sft, tmp_path / "ours", "fsdp2", options=options, hold=str(gate))
+    for rank in (0, 1):
+        until_there(run, tmp_path / f"held-{rank}")
+    os.kill(int((tmp_path / "held-1").read_text()), signal.SIGKILL)
+    gate.touch()
+    notes = run.done()
+    assert any("step 2 failed (writer_died)" in text for text in notes[0]["warned"])
+    assert [len(rank["seen"]) for rank in notes] == [8, 8]
+    assert steps(run.place) == ["global_step_4", "global_step_6", "global_step_8"]
+    assert tracked(run.place) == "8"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -243,12 +243,14 @@ def verify_slowly(notes: dict[str, Any]) -> None:
 def hold_writers(gate: Path, rank: int) -> None:
     """Writers of this rank wait until the file ``gate`` exists; at most 60 s.
 
-    A file beside it, ``held-N``, tells that a writer of rank N waits.
+    A file beside it, ``held-N``, has the pid of a writer of rank N that waits.
     """
     stock = GroupShare.write
 
     def write(share: GroupShare, storage: Any, location: str) -> Any:
-        (gate.parent / f"held-{rank}").touch()
+        writing = gate.parent / f".held-{rank}"
+        writing.write_text(str(os.getpid()))
+        writing.rename(gate.parent / f"held-{rank}")
         deadline = time.monotonic() + 60
         while not gate.exists() and time.monotonic() < deadline:
             time.sleep(0.01)

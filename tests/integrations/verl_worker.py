@@ -32,9 +32,13 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
-from transformers import LlamaConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from verl.trainer.config import CheckpointConfig
-from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.checkpoint import checkpoint_manager as base
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl_servers import serve_for_ever
 
 import ckptfsm.integrations.verl.rank_manager as ours
@@ -117,7 +121,7 @@ class VerlWorker:
 
     def __init__(self, role: str, size: int, checkpoint: dict[str, Any], bridge: bool) -> None:
         initialize_parallel(size)
-        self.trainer = Trainer(SPEC, size, "cpu")
+        self.trainer: Any = Trainer(SPEC, size, "cpu")
         tensor_parallel.get_cuda_rng_tracker().states_ = {"some": torch.get_rng_state()}
         stock.get_device_name = _cpu  # verl 0.9 takes a machine without any accelerator for CUDA
         self.scheduler = Scheduler()
@@ -164,10 +168,14 @@ def train(worker: VerlWorker, steps: int) -> float:
 
 def fingerprint(worker: VerlWorker) -> list[float]:
     """Parameters, moments, step counts, schedule and generator of this rank, in a few numbers."""
-    numbers = [float(p.double().sum()) for p in worker.trainer.model.parameters()]
+    numbers = [float(_local(p).double().sum()) for p in worker.trainer.model.parameters()]
     for state in worker.trainer.optimizer.state.values():
-        numbers += [float(state["exp_avg"].double().sum()), float(state["step"])]
+        numbers += [float(_local(state["exp_avg"]).double().sum()), float(state["step"])]
     return [*numbers, float(worker.scheduler.at), float(torch.get_rng_state().double().sum())]
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def attach_stock(worker: VerlWorker) -> None:
@@ -189,7 +197,7 @@ def fail_in_save(worker: VerlWorker) -> None:
         manager.save_checkpoint = partial(_fail, manager.save_checkpoint)
 
 
-class PlainFiles(BaseCheckpointManager):
+class PlainFiles(base.BaseCheckpointManager):
     """A backend of verl that writes a file per rank; no code of verl tracks its saves."""
 
     def __init__(self, worker: VerlWorker) -> None:
@@ -229,6 +237,47 @@ class PlainFiles(BaseCheckpointManager):
 def use_plain_files(worker: VerlWorker) -> None:
     """Before ours is put in: another backend."""
     worker.checkpoint_mananager = PlainFiles(worker)
+
+
+class FsdpTrainer:
+    """A tiny model of transformers under FSDP 1 or 2, and Adam."""
+
+    def __init__(self, size: int, version: int) -> None:
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            vocab_size=16,
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+        self.model = LlamaForCausalLM(config)
+        if version == 1:
+            self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"))
+        else:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (size,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def train_step(self) -> float:
+        words = torch.randint(0, 16, (2, 8))
+        self.optimizer.zero_grad()
+        loss = self.model(input_ids=words, labels=words).loss
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def use_fsdp(worker: VerlWorker, version: int) -> None:
+    """Before ours is put in: verl's own backend for FSDP."""
+    base.get_device_name = _cpu  # as above
+    worker.trainer = FsdpTrainer(dist.get_world_size(), version)
+    worker.checkpoint_mananager = FSDPCheckpointManager(
+        model=worker.trainer.model,
+        optimizer=worker.trainer.optimizer,
+        lr_scheduler=worker.scheduler,
+        processing_class=None,
+        checkpoint_config=worker.checkpoint_mananager.checkpoint_config,
+    )
 
 
 def sharded_tensors(worker: VerlWorker) -> int:

@@ -1,9 +1,10 @@
 """A checkpoint manager inside a verl worker, with verl's signatures and saves through ckptfsm.
 
-verl's ``save_checkpoint`` runs in the directory of the attempt, and writes its usual files. Only its
-call of ``dist_checkpointing.save`` leads here: the sharded state dicts are kept, and written by our
-writer. So the layout on disk is that of the installed verl. verl's manager always believes that it
-saves synchronously and keeps everything: it schedules no request, writes no tracker, deletes nothing.
+verl's ``save_checkpoint`` runs in the directory of the attempt, and writes its usual files. Only two
+of its calls lead here: ``dist_checkpointing.save`` (Megatron), and ``torch.save`` in verl's own modules
+(FSDP). What they are given is kept, and written by our writer. So the layout on disk is that of the
+installed verl. verl's manager always believes that it saves synchronously and keeps everything: it
+schedules no request, writes no tracker, deletes nothing.
 
 A save needs the ticket of a driver, in place of ``hdfs_path``, which verl hands through unchanged.
 """
@@ -11,6 +12,7 @@ A save needs the ticket of a driver, in place of ``hdfs_path``, which verl hands
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,16 +25,22 @@ from typing import Any
 import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
 # isort: split
+import torch
+
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import ConfigError, SaveFailed
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import VERL
-from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.parts import AttemptId, is_part_name
 from ckptfsm.dcp.checkpoint_manager import GroupWorker
+from ckptfsm.dcp.torch_file import TorchFile
+from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.megatron.states import refuse_newer
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree
 
+log = logging.getLogger("ckptfsm")
 _FUNNEL = "save_dist_checkpointing"  # every torch_dist save of verl calls it
 _ATTRIBUTES = ("checkpoint_mananager", "checkpoint_manager")  # verl's spelling, and the right one
 _WITHIN = ("", "engine", "actor.engine")
@@ -70,27 +78,63 @@ class Trees:
         self.states[os.path.relpath(ckpt_path, self.base)] = state
 
 
+class Files:
+    """Replaces ``torch`` in a module of verl: ``save`` keeps objects, by the file's name in ``base``."""
+
+    def __init__(self, base: str) -> None:
+        self.base = Path(base).absolute()
+        self.files: dict[str, TorchFile] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def save(self, obj: Any, f: Any, *arguments: Any, **keywords: Any) -> None:
+        """Keep an object for a file in ``base``. Anything else is saved at once, as by verl."""
+        path = Path(f).absolute() if isinstance(f, (str, os.PathLike)) else None
+        name = path.name if path is not None and path.parent == self.base else ""
+        if is_part_name(name) and not arguments and not keywords:
+            self.files[name] = TorchFile(obj, weights_only=False)  # as verl loads it
+            return
+        self.files.pop(name, None)  # as it is overwritten
+        said = f"{f!r:.200} is written while the save is called: no plain torch.save into a part"
+        say(log.warning, "file_not_captured", said, file=str(f))
+        torch.save(obj, f, *arguments, **keywords)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What verl's manager gave to be saved: state dicts by directory, and files by name."""
+
+    trees: Trees
+    torch: Files
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {**self.trees.states, **self.torch.files}
+
+
 @contextlib.contextmanager
-def captured(manager: Any, base: str) -> Iterator[Trees]:
-    """Only take the sharded state dicts while verl's manager saves below ``base``."""
-    trees, module, told = Trees(base), _module_of(manager), manager.checkpoint_config
-    stock = getattr(module, _FUNNEL, None)
-    manager.checkpoint_config = Told(told)
-    if module is not None:
-        setattr(module, _FUNNEL, trees)
+def captured(manager: Any, base: str) -> Iterator[Captured]:
+    """Only take states and files while verl's manager saves below ``base``."""
+    found, replaced = Captured(Trees(base), Files(base)), Replaced()
     try:
-        yield trees
+        replaced.put(manager, "checkpoint_config", Told(manager.checkpoint_config))
+        for module in _modules_of(manager):
+            if hasattr(module, _FUNNEL):
+                replaced.put(module, _FUNNEL, found.trees)
+            # Other modules than verl's may change an object after they saved it.
+            if module.__name__.startswith("verl.") and vars(module).get("torch") is torch:
+                replaced.put(module, "torch", found.torch)
+        yield found
     finally:
-        manager.checkpoint_config = told
+        replaced.give_back()
         manager.previous_saved_paths = []  # the driver does retention
-        if module is not None:
-            setattr(module, _FUNNEL, stock)
 
 
-def _module_of(manager: Any) -> ModuleType | None:
-    """The module with the funnel of a manager's class; None if it writes only plain files (FSDP)."""
-    modules = [sys.modules[kind.__module__] for kind in type(manager).__mro__]
-    return next((module for module in modules if hasattr(module, _FUNNEL)), None)
+def _modules_of(manager: Any) -> list[ModuleType]:
+    """The modules that define a manager's class and its bases, each once."""
+    names = dict.fromkeys(kind.__module__ for kind in type(manager).__mro__)
+    return [sys.modules[name] for name in names]
 
 
 class VerlCheckpointManager:
@@ -130,16 +174,16 @@ class VerlCheckpointManager:
         self._worker.write(ticket, parts=partial(self._parts, ticket, global_step))
 
     def _parts(self, ticket: Ticket, step: int) -> dict[str, Any]:
-        """Let verl write its files into the attempt's directory, and take its sharded state dicts."""
+        """Let verl write its files into the attempt's directory, and take its states."""
         if not Path(ticket.root, ticket.location).is_dir():
             raise SaveFailed("the attempt's directory is not there", step=step)
-        with captured(self._manager, ticket.directory) as trees:
+        with captured(self._manager, ticket.directory) as found:
             self._manager.save_checkpoint(
                 local_path=ticket.directory, hdfs_path=None, global_step=step, max_ckpt_to_keep=None
             )
         if self._beside is not None:
             self._beside(ticket.directory)
-        return {**trees.states, "": FileTree(_written_already, every_rank=False)}
+        return {**found.parts, "": FileTree(_written_already, every_rank=False)}
 
     def load_checkpoint(
         self,

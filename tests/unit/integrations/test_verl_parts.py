@@ -107,6 +107,57 @@ else:
 """
 
 
+SAVE = """
+import logging
+import os
+import sys
+from types import ModuleType
+import torch
+from ckptfsm.integrations.verl.rank_manager import captured
+
+VERLS = '''
+import torch
+class Manager:
+    checkpoint_config, previous_saved_paths = None, []
+    def save(self, place):
+        torch.save({"w": torch.ones(3)}, f"{place}/shard.pt")
+        torch.save(2, f"{place}/old.pt", _use_new_zipfile_serialization=False)
+        torch.save(3, f"{place}/inner/shard.pt")
+        torch.save(4, f"{place}/twice.pt")
+        torch.save(5, f"{place}/twice.pt", pickle_protocol=2)
+        with open(f"{place}/open.pt", "wb") as file:
+            torch.save(6, file)
+'''
+USERS = '''
+import torch
+from verl.manager import Manager
+class Mine(Manager):
+    def save(self, place):
+        super().save(place)
+        torch.save(7, f"{place}/mine.pt")
+        raise OSError(28, "No space left on device")
+'''
+for name, text in (("verl", ""), ("verl.manager", VERLS), ("mine", USERS)):
+    sys.modules[name] = ModuleType(name)
+    exec(text, vars(sys.modules[name]))
+place, told = sys.argv[1], []
+os.makedirs(f"{place}/inner")
+logging.getLogger("ckptfsm").addFilter(lambda record: told.append(record.file))
+try:
+    with captured(sys.modules["mine"].Mine(), place) as found:
+        sys.modules["mine"].Mine().save(place)
+except OSError:
+    pass
+assert list(found.parts) == ["shard.pt"], found.parts
+assert found.parts["shard.pt"].obj["w"].sum() == 3
+assert not os.path.exists(f"{place}/shard.pt")
+at_once = {"old.pt": 2, "inner/shard.pt": 3, "twice.pt": 5, "open.pt": 6, "mine.pt": 7}
+assert {name: torch.load(f"{place}/{name}") for name in at_once} == at_once
+assert len(told) == 4 and told[:2] == [f"{place}/old.pt", f"{place}/inner/shard.pt"], told
+assert sys.modules["verl.manager"].torch is torch
+"""
+
+
 LOAD = """
 import shutil
 import sys
@@ -148,6 +199,16 @@ def test_a_step_for_a_newer_megatron_core_is_refused_before_verl_loads(tmp_path:
     for name, content in newer_files().items():
         (newer / name).write_bytes(content)
     words = [sys.executable, "-c", LOAD, str(tmp_path / "root"), str(newer)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.megatron
+def test_only_a_plain_file_of_verls_own_code_waits_for_the_writer(tmp_path: Path):
+    """Catches: a file that is lost, or is written otherwise than it was asked for; one that is
+    written late without a word, or from an object that a user's class has changed since; a module
+    of verl that keeps our torch after an error."""
+    words = [sys.executable, "-c", SAVE, str(tmp_path / "step")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
