@@ -250,6 +250,7 @@ class FsdpTrainer:
             intermediate_size=256,
             num_hidden_layers=1,
             num_attention_heads=2,
+            attn_implementation="eager",  # another asks a torch without CUDA for its streams
         )
         self.model = LlamaForCausalLM(config)
         if version == 1:
