@@ -2,8 +2,8 @@
 
 Bridge's ``save_checkpoint`` still collects the state, as Megatron-LM's does, and its closure that writes
 two trackers never runs. Bridge reads ``latest_train_state.pt`` before the tracker. There is one tracker
-here, so that file is removed as soon as the root has a checkpoint that ckptfsm tracks: Bridge then reads
-the tracker, and the counters from the step's own ``train_state.pt``.
+here, so that file is set aside once the root has a checkpoint that ckptfsm tracks. Bridge then reads the
+tracker, and the counters from the step's own ``train_state.pt``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from megatron.bridge.training import checkpointing
 
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.layout import MEGATRON, QUARANTINE
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.durable import lookup, move
 from ckptfsm.integrations.megatron_lm import (
     CapturedSave,
     CapturingSaves,
@@ -66,7 +66,7 @@ class BridgeCheckpoints:
         self._captured: CapturedSave | None = None
         self._may_have_pointer = True
         if checkpoint_config.save is not None:  # recovers before Bridge looks for what to load
-            self._drop_pointer()
+            self._set_pointer_aside()
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class BridgeCheckpoints:
         self.checkpoints.save(iteration, collect, parts=parts, reports=reports)
         if not self._config.async_save:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
-            self._drop_pointer()
+            self._set_pointer_aside()
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load as Bridge does: the iteration, and the floating point operations so far."""
@@ -125,7 +125,7 @@ class BridgeCheckpoints:
         if self._checkpoints is None:
             return
         self.checkpoints.maybe_finalize_async_save(blocking)
-        self._drop_pointer()
+        self._set_pointer_aside()
         if terminate:
             self.checkpoints.maybe_finalize_async_save(blocking, terminate)
 
@@ -177,8 +177,8 @@ class BridgeCheckpoints:
             raise ConfigError("a request beside the checkpoint's own is not saved here")
         self._captured = request
 
-    def _drop_pointer(self) -> None:
-        """Remove Bridge's own tracker, once ours names a checkpoint."""
+    def _set_pointer_aside(self) -> None:
+        """Move Bridge's own tracker to quarantine, once ours names a checkpoint."""
         if not self._may_have_pointer:
             return
         manager = self.checkpoints.open()
@@ -188,8 +188,7 @@ class BridgeCheckpoints:
         if manager.rank == 0:
             with storage_at(Path(self.checkpoints.save_dir)) as storage:
                 if lookup(storage, POINTER) is not None:
-                    storage.unlink(POINTER)
-                    storage.fsync_dir("")
+                    move(storage, POINTER, f"{QUARANTINE}/{POINTER}")
 
 
 def policy_of(most_recent_k: int) -> Policy:

@@ -20,15 +20,15 @@ from house.source import MODULES, PACKAGE, ROOT, subpackage
 LINES = MappingProxyType(
     {
         "": 140,
-        "adapters": 3420,
+        "adapters": 3430,
         "cli": 1800,
         "coordinator": 1980,
         "core": 6800,
         "dcp": 4800,
         "demo": 1030,
-        "disk": 4550,
+        "disk": 4700,
         "follow": 1140,
-        "integrations": 4000,
+        "integrations": 5650,
         "megatron": 2100,
         "ranks": 4450,
         "testing": 2330,

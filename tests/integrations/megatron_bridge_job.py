@@ -39,6 +39,8 @@ def configured(root: str, last: int, **checkpoint: Any) -> Any:
             num_attention_heads=2,
             seq_length=LENGTH,
             vocab_size=64,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
             transformer_layer_spec=get_gpt_layer_local_spec(),
             bf16=False,
             **dict.fromkeys(_NO_FUSION, False),
