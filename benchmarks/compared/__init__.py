@@ -1,0 +1,1 @@
+"""The same small trainer with the checkpoints of several libraries, as their own pages write it."""
