@@ -23,12 +23,12 @@ if not find_spec("torchtitan"):
 import torch  # noqa: E402
 from cluster import await_file, free_port, states_of  # noqa: E402  of tests/megatron
 from safetensors.torch import load_file  # noqa: E402
+from servers import LIMIT_S, Server  # noqa: E402
 from snapshots import files_of  # noqa: E402
 from torchtitan.components.checkpointer import (  # noqa: E402
     BaseCheckpointManager,
     CheckpointManager,
 )
-from verl_servers import LIMIT_S, Server  # noqa: E402
 
 from ckptfsm.core.errors import ConfigError  # noqa: E402
 from ckptfsm.integrations.torchtitan import checkpoints  # noqa: E402

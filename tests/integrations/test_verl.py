@@ -29,12 +29,12 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from megatron.core import __version__ as core_version
+from servers import Server
 from snapshots import files_of
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl_groups import LIMIT_S, PipeCalls, WorkerGroup, config_of
 from verl_job import TRACKER, Job, restarted, save, state_of, train
 from verl_loops import calls_in_every_step
-from verl_servers import Server
 
 from ckptfsm.core.errors import (
     ConfigError,

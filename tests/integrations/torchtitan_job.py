@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan_cpu  # noqa: F401  (the device)
+from servers import die_with_parent, serve_for_ever
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer import CheckpointManager
@@ -36,7 +37,6 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.llama3 import model_registry
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
-from verl_servers import die_with_parent, serve_for_ever
 
 import ckptfsm.integrations.torchtitan  # noqa: F401  once, and not in each rank
 from ckptfsm.writers import rank_writer

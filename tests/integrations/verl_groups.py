@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from verl_servers import Running
+from servers import Running
 
 from ckptfsm.core.errors import WriterDied
 

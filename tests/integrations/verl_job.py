@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from servers import Running
 from verl_groups import Loader, PipeCalls, WorkerGroup, config_of
-from verl_servers import Running
 
 from ckptfsm.integrations.verl import install
 

@@ -30,12 +30,12 @@ import torch.distributed as dist
 import verl.utils.distributed as verl_distributed
 import verl_cpu  # noqa: F401  (the platform)
 from megatron.core import mpu, tensor_parallel
+from servers import die_with_parent, serve_for_ever
 from transformers import LlamaConfig
 from verl.trainer import sft_trainer
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngine
-from verl_servers import die_with_parent, serve_for_ever
 from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
 from ckptfsm.dcp.transport import GlooTransport

@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas
 import torch
+from servers import LIMIT_S, Server
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from verl_servers import LIMIT_S, Server
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *NUMBERS]

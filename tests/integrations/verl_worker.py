@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
+from servers import serve_for_ever
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,7 +40,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint import checkpoint_manager as base
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl_servers import serve_for_ever
 
 import ckptfsm.integrations.verl.rank_manager as ours
 from ckptfsm.core.ports import PartJob
