@@ -43,6 +43,10 @@ POINTER = "latest_train_state.pt"
 _REPORTS = frozenset(
     {"wandb_finalize_fn", "mlflow_finalize_fn", "comet_finalize_fn", "fire_callback"}
 )
+# What Bridge's functions get from the context of a save or a load.
+_GIVEN = ("state", "model", "optimizer", "opt_param_scheduler", "pg_collection", "module_name")
+_TO_SAVE = ("num_floating_point_operations_so_far", "train_data_iterator")
+_TO_LOAD = ("strict", "skip_load_to_model_and_opt")
 _FILES = ("train_state.pt", "run_config.yaml")
 
 
@@ -100,16 +104,9 @@ class BridgeCheckpoints:
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load as Bridge does: the iteration, and the floating point operations so far."""
+        given = {name: getattr(ctx, name) for name in (*_GIVEN, *_TO_LOAD)}
         loaded: tuple[int, int] = checkpointing.load_checkpoint(
-            state=ctx.state,
-            model=ctx.model,
-            optimizer=ctx.optimizer,
-            opt_param_scheduler=ctx.opt_param_scheduler,
-            strict=ctx.strict,
-            checkpointing_context=self._context,
-            skip_load_to_model_and_opt=ctx.skip_load_to_model_and_opt,
-            pg_collection=ctx.pg_collection,
-            module_name=ctx.module_name,
+            checkpointing_context=self._context, **given
         )
         source, root = self._config.load, self._config.save
         if root is not None:
@@ -144,17 +141,9 @@ class BridgeCheckpoints:
         stock.put(checkpointing, "schedule_async_save", self._schedule)
         stock.put(checkpointing, "is_empty_async_queue", lambda state: True)
         try:
+            given = {name: getattr(ctx, name) for name in (*_GIVEN, *_TO_SAVE)}
             checkpointing.save_checkpoint(
-                state=ctx.state,
-                model=ctx.model,
-                optimizer=ctx.optimizer,
-                opt_param_scheduler=ctx.opt_param_scheduler,
-                num_floating_point_operations_so_far=ctx.num_floating_point_operations_so_far,
-                checkpointing_context=self._context,
-                train_data_iterator=ctx.train_data_iterator,
-                pg_collection=ctx.pg_collection,
-                callback_manager=callbacks,
-                module_name=ctx.module_name,
+                checkpointing_context=self._context, callback_manager=callbacks, **given
             )
         finally:
             stock.give_back()

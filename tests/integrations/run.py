@@ -212,6 +212,7 @@ BRIDGE = (
         "xattr",
     ),
     (
+        "cffi",
         "comet-ml",
         "datasets",
         "defusedxml",

@@ -129,7 +129,7 @@ def test_steps_of_a_newer_megatron_core_are_refused_before_stock_code_loads(
     monkeypatch.setattr(states, "keeps_common_in_shard", lambda: True)
     save(tmp_path, 1)
     monkeypatch.setattr(states, "keeps_common_in_shard", lambda: False)
-    under = megatron_lm._DistCheckpointing(dist_checkpointing, None)
+    under = megatron_lm.CapturingSaves(dist_checkpointing, None)
     place = str(tmp_path / "iter_0000001")
     load = partial(getattr(under, call), *([state()] if call == "load" else []))
     with pytest.raises(RestoreFailed, match="install 0.19 or newer. Nothing was changed"):
