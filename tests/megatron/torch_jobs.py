@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import unittest
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.common_dist_composable import (
+    CompositeParamModel,
+    NestedSequentialModel,
+)
+from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
 from ckptfsm import CheckpointManager, PerRank
 
+Maker = Callable[[torch.device], torch.nn.Module]
 LAYOUTS = ("fsdp", "hsdp", "tensors")
 
 
@@ -189,3 +196,56 @@ def _uneven(part: torch.Tensor, mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {"model": {"w": made}, "step": 1}
     uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(found)
     return found
+
+
+class Judge(VerifyStateDictMixin, unittest.TestCase):
+    """The checks of torch's own tests of state dicts."""
+
+    def assertEqual(self, first: Any, second: Any, msg: Any = None) -> None:
+        """Equal, also dicts with tensors."""
+        if isinstance(first, dict):
+            first, second = [], unlike(local(first), local(second))
+        super().assertEqual(first, second, msg)
+
+
+class Trained:
+    """A model of torch's tests and its optimizer, after a step; its bits depend on ``seed``."""
+
+    def __init__(self, make: Maker, seed: int, sharded: bool = True) -> None:
+        torch.manual_seed(seed)
+        self.model = make(torch.device("cpu"))
+        if sharded:
+            distributed("fsdp", self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+
+def judged_by_torch(here: Here, root: str) -> Told:
+    """Save models of torch's tests under FSDP2. Its checks compare what we restore into others, and what
+    stock loads, with a plain model that was trained alike."""
+    here.join()
+    judge, checked = Judge(), 0
+    with CheckpointManager(root, **TIMES) as manager:
+        for step, make in enumerate((CompositeParamModel, NestedSequentialModel), 1):
+            plain = Trained(make, 0, sharded=False)
+            manager.save(step, Trained(make, 0).state())
+            manager.wait_until_finished()
+            ours, stock = Trained(make, step).state(), Trained(make, step).state()
+            manager.restore(ours)
+            dcp.load(stock, checkpoint_id=f"{root}/iter_{step:07d}")
+            for found in (ours, stock):
+                judge._verify_msd(plain.model.state_dict(), found["model"])
+                optimizers = plain.optimizer.state_dict(), found["optimizer"]
+                judge._verify_osd(plain.model, plain.optimizer, *optimizers)
+                fresh = torch.optim.AdamW(plain.model.parameters(), lr=0.01)
+                judge._verify_osd_by_load(plain.model, plain.optimizer, fresh, found["optimizer"])
+                checked += 1
+    return {"checked": checked}
