@@ -28,7 +28,10 @@ class DcpStates:
     def __init__(self, options: DriverOptions) -> None:
         self._rank, self._ranks, self._files = options.rank, options.ranks, options.files
         self._plans, self._read_back = DcpPlans(), StateReadBack()
-        self._readings: dict[str, DcpReading] = {}  # by absolute directory, within a restore
+        # By absolute directory, from one call of a restore to the next. They end with it: the trainer may
+        # change its dict, and ask again.
+        self._planned: dict[str, DcpReading] = {}
+        self._surveyed: dict[str, DcpReading] = {}
 
     def takes(self, value: Any) -> bool:
         return isinstance(value, (dict, PerRank))
@@ -37,7 +40,8 @@ class DcpStates:
         return usual
 
     def plan(self, part: str, value: Any) -> DcpPlan:
-        self._readings.clear()  # of a restore that failed
+        self._planned.clear()  # of a restore that failed
+        self._surveyed.clear()
         state = flat(part, value, self._rank, SaveRefused)
         self._read_back.check_state(part, state.values)
         return DcpPlan(self._plans.of(part, state), state, self._files, self._ranks)
@@ -54,15 +58,18 @@ class DcpStates:
         entries: Mapping[str, FileEntry],
     ) -> Mapping[FileEntry, Sequence[Target]]:
         there = join(storage.absolute(location), directory)
-        self._readings.pop(there, None)
+        self._planned.pop(there, None)
         metadata = metadata_of(storage, location, entries.get(join(directory, METADATA)))
         if metadata is None:
             return {}
-        reading = self._readings[there] = DcpReading("", state, there, self._rank, metadata)
+        reading = self._planned[there] = DcpReading("", state, there, self._rank, metadata)
         return reading.targets(directory, entries)
 
     def survey(self, part: str, state: Any, directory: str, droppable: Collection[str]) -> Surveyed:
-        reading = self._readings[directory] = self._reading(part, state, directory)
+        reading = self._planned.pop(directory, None)
+        if reading is None or reading.state is not state:
+            reading = DcpReading(part, state, directory, self._rank)
+        self._surveyed[directory] = reading
         return reading.survey(part, droppable, self._ranks)
 
     def check(self, part: str, wanted: Sequence[Any], drop: Collection[str]) -> set[str]:
@@ -71,11 +78,4 @@ class DcpStates:
     def load(
         self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
     ) -> Any:
-        return self._reading(part, state, directory).load(drop, full)
-
-    def _reading(self, part: str, state: Any, directory: str) -> DcpReading:
-        """That of the call before, which it keeps no longer: a trainer may change its dict."""
-        before = self._readings.pop(directory, None)
-        if before is not None and before.state is state:
-            return before
-        return DcpReading(part, state, directory, self._rank)
+        return self._surveyed.pop(directory).load(drop, full)

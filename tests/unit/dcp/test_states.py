@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptfsm import CheckpointManager
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import (
@@ -664,3 +665,17 @@ def test_a_target_whose_places_share_memory_is_refused_before_anything_is_filled
     states = DcpStates(DriverOptions(0))
     with pytest.raises(RestoreFailed, match="share memory"):
         states.survey("state", {"x": torch.zeros(3, 1).expand(3, 2)}, str(tmp_path), ())
+
+
+@pytest.mark.parametrize("verify", ["digests", "sizes"])
+def test_a_dict_that_is_changed_after_a_failed_restore_is_looked_at_anew(tmp_path, verify):
+    """Catches: values that are read into the tensors of the call before."""
+    with CheckpointManager(tmp_path, verify=verify, sync=True) as manager:
+        manager.save(1, {"w": torch.arange(4.0)})
+        state = {"w": torch.zeros(4), "x": torch.zeros(2)}
+        with pytest.raises(RestoreFailed, match="no key 'x'"):
+            manager.restore(state)
+        del state["x"]
+        new = state["w"] = torch.zeros(4)
+        assert manager.restore(state) is not None
+        assert torch.equal(new, torch.arange(4.0))
