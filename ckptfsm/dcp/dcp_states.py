@@ -28,8 +28,8 @@ class DcpStates:
     def __init__(self, options: DriverOptions) -> None:
         self._rank, self._ranks, self._files = options.rank, options.ranks, options.files
         self._plans, self._read_back = DcpPlans(), StateReadBack()
-        # By absolute directory, from one call of a restore to the next. They end with it: the trainer may
-        # change its dict, and ask again.
+        # By absolute directory, from one call of a restore to the next. They end with it: the trainer
+        # may change its dict, and ask again.
         self._planned: dict[str, DcpReading] = {}
         self._surveyed: dict[str, DcpReading] = {}
 

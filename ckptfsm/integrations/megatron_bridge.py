@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.bridge.training import checkpointing
 
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import CkptFsmError, ConfigError, StorageError, describe
 from ckptfsm.core.layout import MEGATRON, QUARANTINE
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.disk.durable import lookup, move
@@ -92,15 +92,25 @@ class BridgeCheckpoints:
             raise ConfigError(
                 "a non-persistent checkpoint is not saved here: use the interval alone"
             )
+        dataset = ctx.state.cfg.dataset
+        if getattr(dataset, "dataloader_save", None) == self._config.save:
+            raise ConfigError(
+                "dataset.dataloader_save must be another directory than checkpoint.save"
+            )
         iteration = ctx.state.train_state.step
         self.checkpoints.attach(ctx.optimizer)
         reports: list[Closure] = []
         collect = partial(self._collect, ctx, callback_manager, iteration, reports)
         parts = _files_of(ctx)
-        self.checkpoints.save(iteration, collect, parts=parts, reports=reports)
-        if not self._config.async_save:
-            self.checkpoints.maybe_finalize_async_save(blocking=True)
-            self._set_pointer_aside()
+        handle = self.checkpoints.save(iteration, collect, parts=parts, reports=reports)
+        if self._config.async_save:
+            return
+        manager = self.checkpoints.open()
+        if manager.config.on_failure == "warn":
+            manager.wait_for(handle)
+        goes_on = not handle.skipped and handle.blocked_by is None
+        self.checkpoints.maybe_finalize_async_save(blocking=goes_on)
+        self._set_pointer_aside()
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load as Bridge does: the iteration, and the floating point operations so far."""
@@ -173,11 +183,27 @@ class BridgeCheckpoints:
         manager = self.checkpoints.open()
         if manager.latest_step() is None:
             return
+        told = [_moved_aside(self.checkpoints.save_dir) if manager.rank == 0 else ""]
+        if dist.is_initialized():
+            dist.broadcast_object_list(told, src=0)
+        if told[0]:
+            raise StorageError(
+                f"{self.checkpoints.save_dir}/{POINTER} cannot be moved away: {told[0]}. Bridge would "
+                "resume from the step in it: remove it",
+                file=POINTER,
+            )
         self._may_have_pointer = False
-        if manager.rank == 0:
-            with storage_at(Path(self.checkpoints.save_dir)) as storage:
-                if lookup(storage, POINTER) is not None:
-                    move(storage, POINTER, f"{QUARANTINE}/{POINTER}")
+
+
+def _moved_aside(root: str) -> str:
+    """Move Bridge's own tracker away; why that failed, or ""."""
+    try:
+        with storage_at(Path(root)) as storage:
+            if lookup(storage, POINTER) is not None:
+                move(storage, POINTER, f"{QUARANTINE}/{POINTER}")
+    except (CkptFsmError, OSError) as error:  # the other ranks wait
+        return describe(error)
+    return ""
 
 
 def policy_of(most_recent_k: int) -> Policy:
@@ -196,6 +222,8 @@ def _refuse(config: Any) -> None:
     if config.also_save_hf_checkpoint:
         raise ConfigError("also_save_hf_checkpoint is not saved here: export after the training")
     policy_of(config.most_recent_k)
+    if "://" in str(config.save):
+        raise ConfigError(f"save={str(config.save)!r} is no directory: give a path that is mounted")
 
 
 def _files_of(ctx: Any) -> dict[str, Any]:
@@ -207,24 +235,29 @@ def _files_of(ctx: Any) -> dict[str, Any]:
         wanted.append("tokenizer")
     if dist.is_initialized() and dist.get_rank() != 0:
         return dict.fromkeys(wanted)  # written by another rank
-    counters = ctx.state.train_state.state_dict()
-    counters["floating_point_operations_so_far"] = torch.tensor(
-        ctx.num_floating_point_operations_so_far, dtype=torch.float32
-    )
-    image = io.BytesIO()
-    torch.save(counters, image)
-    parts: dict[str, Any] = {_FILES[0]: image.getvalue(), _FILES[1]: _written(cfg.to_yaml)}
+    # Made while all ranks plan, so that they hear of an error.
+    parts: dict[str, Any] = {_FILES[0]: partial(_counters, ctx), _FILES[1]: partial(_written, cfg)}
     if "tokenizer" in wanted:
         write = partial(_write_tokenizer, tokenizer, cfg.tokenizer)
         parts["tokenizer"] = FileTree(write)
     return parts
 
 
-def _written(write: Callable[[str], None]) -> bytes:
-    """The bytes of a file that ``write`` makes."""
+def _counters(ctx: Any) -> bytes:
+    counters = ctx.state.train_state.state_dict()
+    counters["floating_point_operations_so_far"] = torch.tensor(
+        ctx.num_floating_point_operations_so_far, dtype=torch.float32
+    )
+    image = io.BytesIO()
+    torch.save(counters, image)
+    return image.getvalue()
+
+
+def _written(cfg: Any) -> bytes:
+    """The bytes of the file that a configuration writes."""
     with tempfile.TemporaryDirectory() as place:
-        name = os.path.join(place, "file.yaml")
-        write(name)
+        name = os.path.join(place, _FILES[1])
+        cfg.to_yaml(name)
         return Path(name).read_bytes()
 
 

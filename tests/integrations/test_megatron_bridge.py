@@ -86,6 +86,7 @@ def test_stock_and_we_go_on_from_each_other_bit_for_bit(cluster: Cluster, tmp_pa
         ({"non_persistent_save_interval": 5}, "leave it out"),
         ({"also_save_hf_checkpoint": True}, "export after"),
         ({"most_recent_k": 0}, "would delete every checkpoint"),
+        ({"save": "msc://profile/run"}, "is no directory"),
     ],
 )
 def test_what_is_not_saved_here_is_refused(
