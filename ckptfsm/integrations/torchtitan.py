@@ -53,7 +53,7 @@ _OF_NOBODY: Mapping[str, str] = MappingProxyType(
         "preemption_signals": _WHEN,
         "end_of_allocation": _WHEN,
         "agree_when_idle": _WHEN,
-        "exchange_every": _WHEN,
+        "exchange_every": "what ranks would exchange for (signals, times) has no effect here either",
         "layout": "torchtitan's steps are named step-N",
         "sync": "checkpoint.async_mode says whether a save is waited for",
         "common_state": "it is for states of megatron-core",
