@@ -22,7 +22,7 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.dcp.checkpoint_manager import CheckpointManager
 from ckptfsm.integrations.replaced import Replaced
-from ckptfsm.ranks.handle import Restored
+from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.writers.plain_files import FileTree
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class FilesOfTrainer:
         self.root = os.path.realpath(root)
         self.layout = LAYOUTS[config.layout]
         self.manager = CheckpointManager(root, config)
+        self._last: SaveHandle | None = None
 
     def save(
         self, step: int, write: Callable[[str], None], metrics: Mapping[str, float] | None = None
@@ -80,8 +81,13 @@ class FilesOfTrainer:
         """
         make = partial(_write_share, self.manager.rank, write)
         tree = FileTree(make, every_rank=True, directory="")
-        handle = self.manager.save(step, tree, metrics=metrics)
+        handle = self._last = self.manager.save(step, tree, metrics=metrics)
         return not handle.skipped and handle.exception() is None
+
+    def settle(self) -> None:
+        """Wait until the last save is tracked or has failed, as the next save does."""
+        if self._last is not None and not self._last.skipped:
+            self.manager.wait_for(self._last)
 
     def find(self, step: int | None = None) -> Restored | None:
         """The newest checkpoint, or that of ``step``, verified; None without evidence of any.

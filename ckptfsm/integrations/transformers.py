@@ -63,6 +63,7 @@ class TrainerCheckpoints:
         self._trainer = trainer
         self._settings = settings
         self._limit: int | None = None
+        self._before: str | None = None  # the best checkpoint before the last save
         self._installed = Replaced()
         self._stock_train, self._stock_save = trainer.train, trainer._save_checkpoint
         self._installed.put(trainer, "train", self.train)
@@ -85,9 +86,9 @@ class TrainerCheckpoints:
     ) -> Any:
         """Train as ``Trainer.train`` does (collective).
 
-        With True, from the newest checkpoint, verified; Trainer's ``ValueError`` if there is no
-        evidence of any. Raises ``ConfigError`` for a start that would save steps that are there
-        already, and the errors of ``CheckpointManager``.
+        With True, from the newest checkpoint, verified, or from the start if there is no evidence of
+        any. What rank 0 asks for counts on every rank. Raises ``ConfigError`` for a start that would
+        save steps that are there already, and the errors of ``CheckpointManager``.
         """
         refuse_settings(self._trainer)
         limit = self._args.save_total_limit
@@ -96,17 +97,24 @@ class TrainerCheckpoints:
         self.files = FilesOfTrainer(self._args.output_dir, "hf", policy, self._settings)
         try:
             with self.files.manager, _limit_of(self._args, None):
-                begin = self._where_to_begin(self.files, resume_from_checkpoint)
-
+                asked = self._agreed(resume_from_checkpoint)
+                begin = self._where_to_begin(self.files, asked)
                 return self._stock_train(begin, *arguments, **options)
         finally:
             self.files = None
+
+    def _agreed(self, asked: str | bool | None) -> str | bool | None:
+        """Rank 0's answer: other hosts may see a checkpoint late, which the caller has looked for."""
+        from accelerate.utils import broadcast_object_list
+
+        agreed: list[str | bool | None] = broadcast_object_list([asked])
+        return agreed[0]
 
     def _where_to_begin(self, files: FilesOfTrainer, asked: str | bool | None) -> str | bool | None:
         """The directory to resume from; what was asked for if that is none of this root's."""
         if asked is True:
             newest = files.find()
-            return True if newest is None else newest.directory
+            return None if newest is None else newest.directory
         latest = files.manager.latest_step()
         step = files.step_of(str(asked)) if asked else None
         if latest is not None and step != latest:
@@ -128,21 +136,26 @@ class TrainerCheckpoints:
         files, state = self.files, self._trainer.state
         if files is None or trial is not None:
             raise ConfigError("a checkpoint is saved inside of train(), and not for a trial")
-        before, best = state.best_model_checkpoint, state.best_global_step
-        metrics = {BEST: float(best)} if best else {}
+        self._settle_best(files)
+        before = self._before = state.best_model_checkpoint
+        self._name_best(files)
+        best = self._best_step(files)
+        metrics = {} if best is None else {BEST: float(best)}
         saved = False
         try:
             write = partial(self._write, files, model)
             saved = files.save(state.global_step, write, metrics)
         finally:
             if not saved:
-                state.best_model_checkpoint = before
+                self._take_back_best(state.global_step, before)
 
     def load_best(self) -> None:
         """Load as ``Trainer._load_best_model`` does, once no save is in flight (collective)."""
         if self.files is not None:
             self.files.manager.wait_until_finished()
-        self._stock_best()
+            self._settle_best(self.files)
+        if self._trainer.state.best_model_checkpoint is not None:
+            self._stock_best()
 
     def _write(self, files: FilesOfTrainer, model: Any, directory: str) -> None:
         """Let the trainer write this rank's files into ``directory`` itself."""
@@ -161,13 +174,38 @@ class TrainerCheckpoints:
         if inner.is_dir():  # a rank may have nothing to write
             inner.rename(f"{directory}.whole").rename(directory)  # which is empty by now
 
+    # ---------------------------------------------------------------------------- the best checkpoint
+
     def _name_best(self, files: FilesOfTrainer) -> None:
         """Name the best checkpoint by the path that it will have, also if this is the one."""
         state = self._trainer.state
         best = state.best_global_step
-        if best and (best == state.global_step or Path(files.path(best)).is_dir()):
+        if best and (best == state.global_step or best in files.manager.all_steps()):
             name = files.layout.published_name(best)
             state.best_model_checkpoint = os.path.join(self._args.output_dir, name)
+
+    def _best_step(self, files: FilesOfTrainer) -> int | None:
+        """The step of the best checkpoint. A better step may have been evaluated, and not saved."""
+        path = self._trainer.state.best_model_checkpoint
+        return None if path is None else files.step_of(path)
+
+    def _settle_best(self, files: FilesOfTrainer) -> None:
+        """Wait for the save in flight. If that of the best failed, the best before counts again."""
+        files.settle()
+        best, manager = self._best_step(files), files.manager
+        if best is not None and best not in (*manager.all_steps(), manager.step_in_flight()):
+            self._take_back_best(best, self._before)
+
+    def _take_back_best(self, failed: int, before: str | None) -> None:
+        """Let the best checkpoint be the one before a step that was not saved, with its metric."""
+        state = self._trainer.state
+        if before is not None and not Path(before, STATE).is_file():
+            before = None
+        state.best_model_checkpoint = before
+        if state.best_global_step == failed:
+            kind = type(state)
+            saved = kind.load_from_json(os.path.join(before, STATE)) if before else kind()
+            state.best_global_step, state.best_metric = saved.best_global_step, saved.best_metric
 
 
 @contextmanager

@@ -68,9 +68,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(
 ) -> None:
     root = tmp_path / "out"
     jobs = Jobs(tmp_path, JOB, {"root": str(root), "save_total_limit": 1}, stock("ddp")[1])
-    jobs.killed_in(2, resume=False)
+    jobs.killed_in(2)  # it asks to resume, and nothing is there
     assert names(root) == ["checkpoint-1"]
-    [first, _] = jobs(begin=1, last=3)
+    [first, _] = jobs(begin=1, last=3, late=True)
     assert first["saved"] == [["checkpoint-2"], ["checkpoint-3"]]
     assert first["limit"] == 1
 
@@ -98,6 +98,25 @@ def test_the_best_checkpoint_stays_and_is_loaded_at_the_end(tmp_path: Path) -> N
     [again] = run(tmp_path / "job2", JOB, 1, last=5, **arguments)
     assert (again["begin"], again["best"]) == (3, str(tmp_path / "out/checkpoint-5"))
     assert names(tmp_path / "out") == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize(("sync", "best_at", "best"), [(True, 3.4, 4), (False, 3, 2)])
+def test_a_best_checkpoint_that_was_not_saved_does_not_count(
+    tmp_path: Path, sync: bool, best_at: float, best: int
+) -> None:
+    arguments = {
+        "root": str(tmp_path / "out"),
+        "best_at": best_at,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+    [found] = run(tmp_path / "job", JOB, 1, last=5, fails_in=3, sync=sync, **arguments)
+    assert found["best"] == str(tmp_path / f"out/checkpoint-{best}")
+    assert found["end"] == found["digests"][str(best)]
+    assert names(tmp_path / "out") == [f"checkpoint-{best}", "checkpoint-5"]
 
 
 # ------------------------------------------------------------------------------------- one process

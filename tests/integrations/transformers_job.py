@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -94,24 +95,31 @@ def train(
     kind: str = "ddp",
     ours: bool = True,
     resume: bool | str = True,
+    late: bool = False,
     killed_in: int = 0,
-    best_at: int = 0,
+    fails_in: int = 0,
+    best_at: float = 0,
     sync: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Train to step ``last`` and save after each step.
 
     ``killed_in``: rank 0 dies by SIGKILL in the save after that step, before its last two files.
-    ``best_at``: the loss of an evaluation is the least after this step.
+    ``fails_in``: that save fails, in the background without ``sync``, and training goes on.
+    ``late``: only rank 0 asks to resume. ``best_at``: the loss is the least after this step.
     """
     trainer, watch = make(root, last, kind, arguments)
     if ours:
-        install(trainer, sync=sync, **TIMES)
+        install(trainer, sync=sync, on_failure="warn" if fails_in else "raise", **TIMES)
     stock_save_rng, stock_evaluate = trainer._save_rng_state, trainer.evaluate
 
     def die(directory: str) -> None:
         if rank == 0 and trainer.state.global_step == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.state.global_step == fails_in and sync:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if trainer.state.global_step == fails_in:
+            Path(directory, "link").symlink_to("/")  # which the writer refuses
         stock_save_rng(directory)
 
     def judged(*some: Any, **more: Any) -> dict[str, float]:
@@ -122,7 +130,7 @@ def train(
     trainer._save_rng_state = die
     if best_at:
         trainer.evaluate = judged
-    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.train(resume_from_checkpoint=(resume and not (late and rank)) or None)
     state = trainer.state
     return {
         "begin": watch.begin,
