@@ -54,8 +54,8 @@ class Layout:
 
     ``tree`` is the name of the torch_dist directories inside a step's directory; "" if there are none,
     and the directory itself is the checkpoint. ``by_tracker``: the trainer resumes from the step that a
-    tracker names, and not simply from the newest directory. ``last`` is the file that the trainer's own
-    code writes last, if its files have several formats; "" elsewhere.
+    tracker names, and not simply from the newest directory. ``last`` is a file that the trainer's own
+    code writes after model and optimizer, if its files have several formats; "" elsewhere.
     """
 
     name: LayoutName

@@ -57,7 +57,7 @@ def _inspect_files(storage: Storage, directory: str, last: str) -> StockVerdict:
             raise damaged_file(name, f"not a regular file but a {stat.kind}")
         _check(storage, directory, name, stat)
     if last not in files:
-        raise damaged_file(last, "missing, and it is written last: the save was cut off")
+        raise damaged_file(last, "missing, and it is written late: the save was cut off")
     if not any(_has_weights(name) for name in files):
         raise damaged_file(directory, "no weights of a model inside")
     return StockVerdict(True, "", tuple((name, stat.size) for name, stat in files.items()))

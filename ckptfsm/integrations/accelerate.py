@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ckptfsm.adapters.notices import warn_caller
 from ckptfsm.adapters.versions import require
 from ckptfsm.core.config import Settings, config_of
-from ckptfsm.core.errors import ConfigError, ReshardWarning
-from ckptfsm.core.layout import LAYOUTS
+from ckptfsm.core.errors import ConfigError, RecoveryWarning, ReshardWarning
+from ckptfsm.core.layout import LAYOUTS, MANIFEST
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.dcp.checkpoint_manager import CheckpointManager
 from ckptfsm.integrations.replaced import Replaced
@@ -36,6 +36,7 @@ _WITHOUT_EFFECT = (
     "preemption_signals",
     "end_of_allocation",
     "agree_when_idle",
+    "exchange_every",
     "engine",
     "read_twice",
     "writer_files",
@@ -120,6 +121,12 @@ def _writes_nothing(directory: str) -> None:
     """In the place of a tree that is only read."""
 
 
+def _registered_objects(directory: str) -> int | None:
+    """How many registered objects stock code saved there; None for a save of this library."""
+    path = Path(directory)
+    return None if Path(path, MANIFEST).exists() else len([*path.glob("custom_checkpoint_*.pkl")])
+
+
 class AcceleratorCheckpoints:
     """``save_state`` and ``load_state`` of an accelerator, until ``close``. See ``install``."""
 
@@ -189,7 +196,8 @@ class AcceleratorCheckpoints:
         """Verify a checkpoint and load it as ``Accelerator.load_state`` does; returns its step.
 
         By default, the newest one; None if there is no evidence of any. The next automatic name
-        follows it. A directory outside of the root is left to Accelerate, and None is returned.
+        follows it. Stock saves that lack registered objects are passed over, with a ``RecoveryWarning``.
+        A directory outside of the root is left to Accelerate, and None is returned.
         Raises the errors of ``CheckpointManager.restore``.
         """
         step = None
@@ -199,12 +207,37 @@ class AcceleratorCheckpoints:
                 self._stock_load(os.fspath(input_dir), load_kwargs, **options)
                 return None
         found = self.files.find(step)
+        if found is not None and step is None and self._go_back(found):
+            found = self.files.find()
         if found is None:
             return None
         self._warn_of_random_states(found)
         self._stock_load(found.directory, load_kwargs, **options)
         self._accelerator.project_configuration.iteration = found.step + 1
         return found.step
+
+    def _go_back(self, found: Restored) -> bool:
+        """Pass over stock saves that were cut off before their registered objects (collective).
+
+        False where no earlier checkpoint has them all: Accelerate's own error then tells the counts.
+        """
+        from accelerate.utils import broadcast_object_list
+
+        manager, registered = self.manager, len(self._accelerator._custom_objects)
+        earlier = [step for step in manager.all_steps() if step <= found.step]
+        have = {step: _registered_objects(self.files.path(step)) for step in earlier}
+        whole = [step for step, count in have.items() if count is None or count >= registered]
+        [target] = broadcast_object_list([max(whole, default=found.step)])
+        if target == found.step or manager.config.resume == "strict":
+            return False
+        if manager.rank == 0:
+            said = (
+                f"step {found.step} has {have[found.step]} of the {registered} registered objects: "
+                f"a stock save was cut off. It goes to quarantine, and step {target} is loaded"
+            )
+            warn_caller(RecoveryWarning(said))
+        manager.rollback(target)
+        return True
 
     def _warn_of_random_states(self, found: Restored) -> None:
         """Warn where stock code would go on with other random numbers, and only log it."""

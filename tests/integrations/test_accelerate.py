@@ -21,9 +21,15 @@ if not find_spec("accelerate"):
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import ProjectConfiguration  # noqa: E402
+from accelerate_job import Progress  # noqa: E402
 from accelerate_ranks import Jobs, run  # noqa: E402
 
-from ckptfsm.core.errors import ConfigError, DamagedRoot, ReshardWarning  # noqa: E402
+from ckptfsm.core.errors import (  # noqa: E402
+    ConfigError,
+    DamagedRoot,
+    RecoveryWarning,
+    ReshardWarning,
+)
 from ckptfsm.core.retention import LatestN  # noqa: E402
 from ckptfsm.integrations.accelerate import install  # noqa: E402
 
@@ -170,11 +176,30 @@ def test_missing_random_states_are_warned_of(accelerator: Accelerator, tmp_path:
             accelerator.state._shared_state["process_index"] = 0
 
 
+def test_a_stock_save_that_was_cut_off_before_its_last_file_is_passed_over(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    """Registered objects come after the random states. Stock code raises RuntimeError."""
+    accelerator.register_for_checkpointing(Progress())
+    for step in (1, 2, 3):
+        accelerator.save_state(str(tmp_path / f"out/checkpoint_{step}"))
+    for step in (2, 3):
+        (tmp_path / f"out/checkpoint_{step}/custom_checkpoint_0.pkl").unlink()
+    with install(accelerator, tmp_path / "out"):
+        with pytest.warns(RecoveryWarning, match="step 3 has 0 of the 1"):
+            assert accelerator.load_state() == 1
+        accelerator.register_for_checkpointing(Progress())  # which no checkpoint has
+        with pytest.raises(RuntimeError, match="custom checkpoints"):
+            accelerator.load_state()
+        assert names(tmp_path / "out") == ["checkpoint_1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
         ({}, "root"),
         ({"root": "r", "engine": "eager"}, "engine"),
+        ({"root": "r", "exchange_every": 2}, "exchange_every"),
         ({"root": "r", "on_failure": 2}, "on_f"),
     ],
 )

@@ -80,7 +80,7 @@ def test_every_file_that_was_cut_off_is_named(tmp_path: Path, layout: Layout) ->
     ("layout", "changes", "said"),
     [
         (HF, {"trainer_state.json": None}, "trainer_state.json"),
-        (ACCELERATE, {"random_states_0.pkl": None}, "written last"),
+        (ACCELERATE, {"random_states_0.pkl": None}, "written late"),
         (HF, {"model.safetensors": None}, "no weights"),
         (ACCELERATE, {"pytorch_model.bin": None}, "no weights"),
         (HF, {"model.safetensors": safetensors() + b"x"}, "model.safetensors"),
