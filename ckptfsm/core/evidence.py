@@ -104,7 +104,7 @@ class Evidence:
     - ``trashed``: the attempts with a directory in the trash.
     - ``restorable``: the prunable attempts with a whole directory in the trash.
     - ``mounts``: published names on another file system.
-    - ``unnamed``: in words, what has metadata and no step's name; looked for if no step is known.
+    - ``unnamed``: in words, what has a state and no step's name; looked for if no step is known.
     """
 
     tracker: TrackerEvidence

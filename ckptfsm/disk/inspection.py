@@ -25,6 +25,7 @@ from ckptfsm.core.evidence import (
 from ckptfsm.core.formats import is_shard
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
+    HF,
     LAYOUTS,
     MANIFEST,
     PINS,
@@ -64,6 +65,9 @@ from ckptfsm.disk.stock import COMMON, inspect_stock
 from ckptfsm.disk.stock_files import inspect_unlisted
 
 log = logging.getLogger("ckptfsm")
+
+_OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
+_LIGHTNING = ".ckpt"
 
 
 def read_tracker(storage: Storage) -> TrackerEvidence:
@@ -357,28 +361,50 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
 
 
 def unnamed_checkpoints(storage: Storage, layout: Layout, names: Iterable[str]) -> Iterator[str]:
-    """In words: which of these names of the root has a ``.metadata``; "" is the root itself.
+    """In words: which of these names of the root could be resumed from; "" is the root itself.
 
-    One look at each. A link is not followed, and a directory that is closed to this user tells nothing.
+    By names alone, one listing of each. A link is not followed, and a directory that is closed to this
+    user tells nothing.
     """
     for name in names:
         try:
-            found = lookup(storage, join(name, METADATA))
+            mark = _mark_of_state(storage, name)
         except OSError as error:
             if error.errno != errno.EACCES and not is_about_content(error):
                 raise
             continue
-        if found is None or found.kind != "file":
+        if not mark:
             continue
         other = [each for each in LAYOUTS if LAYOUTS[each].is_published(name)]
-        way = f"give it that of its step, such as {layout.published_name(100)}"
-        if not name:
+        fits = next((each for each in LAYOUTS.values() if each.last == mark), layout)
+        way = f"give it that of its step, such as {fits.published_name(100)}"
+        if mark.endswith(_LIGHTNING):
+            way = "load it once with the code that saved it, or take another root"
+        elif not name:
             way = "give the directory above it as the root"
         elif name == "release":
             way = f"write that word into {TRACKER}"
         elif other:
             way = f"open the root with layout={other[0]!r}"
-        yield f"{name or 'the root itself'} has a {METADATA} and no step's name: {way}"
+        elif fits is not layout:
+            way += f", and open the root with layout={fits.name!r}"
+        yield f"{name or 'the root itself'} has a {mark} and no step's name: {way}"
+
+
+def _mark_of_state(storage: Storage, name: str) -> str:
+    """The file that tells of a training's state, and not of a model alone; "" if there is none.
+
+    Trainer leaves a ``trainer_state.json`` beside an exported model too, in the root itself.
+    """
+    marks = {METADATA, _OPTIMIZER, *(each.last for each in LAYOUTS.values())}
+    if not name:
+        marks.discard(HF.last)
+    for file in sorted(list_names(storage, name)):
+        if file in marks or file.endswith(_LIGHTNING):
+            found = lookup(storage, join(name, file))
+            if found is not None and found.kind == "file":
+                return file
+    return ""
 
 
 def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidence:

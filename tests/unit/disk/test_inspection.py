@@ -366,25 +366,55 @@ def test_I8_a_checkpoint_without_a_steps_name_is_found(name: str):
     assert gather_evidence(reader(disk), MEGATRON, known).unnamed == ()
 
 
+@pytest.mark.parametrize(
+    ("file", "way"),
+    [
+        (
+            "step_100/random_states_0.pkl",
+            "checkpoint_100, and open the root with layout='accelerate'",
+        ),
+        ("best/trainer_state.json", "checkpoint-100, and open the root with layout='hf'"),
+        ("checkpoint-7/optimizer.pt", "open the root with layout='hf'"),
+        ("optimizer.pt", "give the directory above it"),
+        ("checkpoints/last.ckpt", "load it once with the code that saved it"),
+        ("epoch=1-step=10.ckpt", "load it once with the code that saved it"),
+    ],
+)
+def test_I8_a_checkpoint_of_another_trainer_is_found(file: str, way: str):
+    """Catches: a start from zero beside the state of a trainer that writes no ``.metadata``."""
+    disk = SimDisk()
+    directory, _, name = file.rpartition("/")
+    if directory:
+        make_dirs(SimStorage(disk, "other"), directory)
+    disk.plant_file(file, b"whatever")
+    (found,) = gather_evidence(reader(disk), MEGATRON, Ledger()).unnamed
+    assert f"{directory or 'the root itself'} has a {name}" in found and way in found
+
+
 def test_I8_what_else_lies_in_a_root_is_no_evidence(tmp_path: Path):
-    """Catches: logs that keep a job from its first start; a link that is followed; a directory of
-    the administrator's."""
-    for name in ("tensorboard", "wandb/run-1", "workspace/.metadata", "lost+found"):
+    """Catches: logs or an exported model that keep a job from its first start; a link that is followed;
+    a directory of the administrator's."""
+    for name in ("tensorboard", "wandb/run-1", "workspace/.metadata", "lost+found", "old.ckpt"):
         (tmp_path / "root" / name).mkdir(parents=True)
+    for name in ("", "base", "export"):
+        (tmp_path / "root" / name).mkdir(exist_ok=True)
+        for file in ("model.safetensors", "pytorch_model.bin", "config.json", "training_args.bin"):
+            (tmp_path / "root" / name / file).touch()
+    (tmp_path / "root" / "trainer_state.json").touch()  # as Trainer.save_state() leaves it
     (tmp_path / "root" / "wandb" / "run-1" / ".metadata").touch()
     (tmp_path / "root" / "train.log").touch()
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / ".metadata").touch()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "else")
     with opened_storage(tmp_path / "root") as storage:
-        stat = storage.stat
+        listdir = storage.listdir
 
         def as_another_user(path: str):
-            if path.startswith("lost+found/"):
+            if path == "lost+found":
                 raise PermissionError(errno.EACCES, "not for you")
-            return stat(path)
+            return listdir(path)
 
-        with patch.object(storage, "stat", as_another_user):
+        with patch.object(storage, "listdir", as_another_user):
             assert gather_evidence(storage, MEGATRON, Ledger()).unnamed == ()
 
 
