@@ -11,6 +11,7 @@ Lightning calls every method on all ranks. It loads by itself, after all ranks h
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -67,6 +68,7 @@ _REFUSED = MappingProxyType(
         "weights call trainer.save_checkpoint(path, weights_only=True) with a path outside of the root",
         "auto_insert_metric_name": "leave it out: metrics are kept beside a step, not in its name",
         "enable_version_counter": "leave it out: a step is saved once",
+        "agree_when_idle": "leave it out: the ranks agree on a SIGTERM at any step",
         "verbose": "leave it out: ckptfsm logs each step of a save",
         "save_interval_steps": "call it every_n_train_steps",
         "save_interval_s": "call it train_time_interval",
@@ -86,8 +88,9 @@ class LightningCheckpoints(ModelCheckpoint):
       that is due is made: which ones stay is the retention's decision.
     - ``save_top_k`` is short for a ``retention``. With ``monitor``, k keeps the newest and the k best.
       Without it, 1 keeps the newest. By default, and with -1, all stay.
-    - A SIGTERM, which ends ``fit`` after a batch, saves first. ``save_on_exception`` saves after any
-      exception, in a job of one rank.
+    - A SIGTERM to any rank saves first, and then ends ``fit`` on all of them, after a batch that all
+      ranks agree on. ``save_on_exception`` saves after any exception, in a job of one rank.
+    - With ``accumulate_grad_batches``, a save that is due before the optimizer steps waits for it.
     - ``weights_only``: as in ``trainer.fit(weights_only=...)``. A save refuses what could not be loaded
       so. Give False in both places if you trust the files.
     - ``hooks`` and all further keyword arguments are those of ``CheckpointManager``.
@@ -122,6 +125,7 @@ class LightningCheckpoints(ModelCheckpoint):
             if "retention" in settings:
                 raise ConfigError("save_top_k and retention: give one of them", key="save_top_k")
             settings["retention"] = retain(save_top_k, monitor, mode)
+        settings["agree_when_idle"] = True  # on a SIGTERM
         super().__init__(
             dirpath=os.fspath(root),
             monitor=monitor,
@@ -140,7 +144,8 @@ class LightningCheckpoints(ModelCheckpoint):
         self._resumed: Mapping[str, Any] | None = None  # this rank's place in the loaded checkpoint
         self._epoch: Any = None  # the random numbers from which the epoch's iterator was made
         self._first: Any = None  # those before the first batch after a resume
-        self._before_validation = False
+        # ckpt_path is "last"; no save now; one was due meanwhile; this rank got a SIGTERM
+        self._wants_last = self._holds = self._is_due = self._sigterm = False
         self._noted: int | None = None
 
     # --------------------------------------------------------------------------- begin and end
@@ -152,8 +157,10 @@ class LightningCheckpoints(ModelCheckpoint):
         _refuse_others(trainer, self)
         super().setup(trainer, pl_module, stage)
         self.ckpts = CheckpointManager(str(self.dirpath), self._config, hooks=self._hooks)
+        self._is_due = self._holds = self._defer_save_until_validation = self._sigterm = False
         fit_loop, connector = trainer.fit_loop, trainer._checkpoint_connector
         put = self._replaced.put
+        put(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         put(connector, "resume_start", partial(self._resume, trainer, connector.resume_start))
         first, each = fit_loop._load_combined_loader_states, fit_loop.epoch_loop.on_run_start
         put(
@@ -189,9 +196,10 @@ class LightningCheckpoints(ModelCheckpoint):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save if all ranks end here together, and leave."""
+        self._wants_last = self._holds = False
         if self.ckpts is None:
             return
-        together = isinstance(exception, SIGTERMException)
+        together = isinstance(exception, SIGTERMException)  # see _heed_sigterm
         try:
             wanted = (together or self.save_on_exception) and trainer.optimizers
             if wanted and not self._should_skip_saving_checkpoint(trainer):
@@ -224,13 +232,14 @@ class LightningCheckpoints(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """What ``ckpt_path="last"`` stands for: in ``fit`` the root, whose latest step is loaded."""
         root = str(self.dirpath)
-        if _drives(trainer):
+        if _drives(trainer) and self.ckpts is None:  # else see _elsewhere
+            self._wants_last = True  # whichever file Lightning takes for the newest
             Path(root).mkdir(parents=True, exist_ok=True)  # else Lightning asks for save_last
             return {root}
-        if Path(root).is_dir():
+        if self.ckpts is None and Path(root).is_dir():
             for lease in checkpoints(root, newest_only=True, timeout_s=0):
                 return {_loadable(Path(lease.path))}
-        return set()
+        return super()._find_last_checkpoints(trainer)
 
     def _resume(
         self,
@@ -241,18 +250,44 @@ class LightningCheckpoints(ModelCheckpoint):
     ) -> None:
         """Verify what is in our root, and let Lightning load it. Other paths are Lightning's."""
         assert self.ckpts is not None
-        step = self._step_of(checkpoint_path)
-        if step is None:
+        wants_last, self._wants_last = self._wants_last, False
+        step = -1 if wants_last else self._step_of(checkpoint_path)
+        if step is None and checkpoint_path is not None:
             stock(checkpoint_path, weights_only=weights_only)
             return
-        wanted = {RANKS: {_RANDOM: PerRank(None)}}
-        restored = self.ckpts.restore(parts=wanted, step=step if step >= 0 else None)
-        if restored is None:  # the first start
-            stock(None)
+        wanted, restored = {RANKS: {_RANDOM: PerRank(None)}}, None
+        if step is not None:
+            restored = self.ckpts.restore(parts=wanted, step=step if step >= 0 else None)
+        if restored is None:  # the first start, or the first with ours
+            other = self._elsewhere(trainer, wants_last=step is not None)
+            stock(other, weights_only=weights_only)
             return
         self._resumed = restored.parts[RANKS].get(_RANDOM)
         self._last_global_step_saved = restored.step
         stock(_loadable(Path(restored.directory)), weights_only=weights_only)
+
+    def _elsewhere(self, trainer: Any, *, wants_last: bool) -> str | None:
+        """The last file of Lightning's own to begin from, as the root has no step; None for zero.
+
+        Raises ``ConfigError`` for zero beside files of Lightning's in the root (collective).
+        """
+        assert self.ckpts is not None
+        last, file = None, ""
+        if trainer.is_global_zero:  # other ranks may see other files
+            if self.ckpts.latest_step() is None and trainer.global_step == 0:
+                file = max(map(str, Path(str(self.dirpath)).glob("*.ckpt")), default="")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # at a first start there is none
+                parse = partial(trainer._checkpoint_connector._parse_ckpt_path, trainer.state.fn)
+                last = parse("last", True, True) if wants_last else None
+        last, file = trainer.strategy.broadcast((last, file))
+        if file and last is None:
+            raise ConfigError(
+                f"the training begins at zero, and {self.dirpath} has files of Lightning's: give once "
+                f"ckpt_path={file!r}, or that of another file, or choose another root",
+                file=file,
+            )
+        return last
 
     def _step_of(self, path: Any) -> int | None:
         """The step that a path in our root means, -1 for the latest; None for any other path."""
@@ -326,32 +361,57 @@ class LightningCheckpoints(ModelCheckpoint):
             return
         self.ckpts.poll()
         self._note_tracked(trainer)
-        loop = trainer.fit_loop
-        self._before_validation = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-        try:
-            if pl_module.automatic_optimization:
-                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            elif self._every_n_train_steps and not trainer.global_step % self._every_n_train_steps:
-                self._save_if_new(trainer)
-            due = self._config.makes_saves_due and self.ckpts.should_save(trainer.global_step)
-            if due:
-                self._save_if_new(trainer)
-        finally:
-            self._before_validation = False
+        self._holds = self._validates(trainer) or trainer.fit_loop.epoch_loop._should_accumulate()
+        if pl_module.automatic_optimization:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        elif self._every_n_train_steps and not trainer.global_step % self._every_n_train_steps:
+            self._save_if_new(trainer)
+        if self._is_due or self.ckpts.should_save(trainer.global_step):
+            self._save_if_new(trainer)
+        self._heed_sigterm(trainer)
+        self._holds = False
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save what was due before the validation, or what is due now."""
-        if self.ckpts is None:
+        if self.ckpts is None or trainer.sanity_checking:
             return
-        if self._defer_save_until_validation and not trainer.sanity_checking:
+        self._holds = trainer.fit_loop.epoch_loop._should_accumulate()
+        if self._is_due or self._defer_save_until_validation:
             self._defer_save_until_validation = False
             self._save_if_new(trainer)
         super().on_validation_end(trainer, pl_module)
+        self._heed_sigterm(trainer)
+        self._holds = False
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """See ``ModelCheckpoint``."""
+        """See ``ModelCheckpoint``. What is still due is saved: another validation did not come."""
+        if self.ckpts is None:
+            return
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._is_due or self._defer_save_until_validation:
+            self._defer_save_until_validation = False
+            self._save_if_new(trainer)
+
+    def _validates(self, trainer: Any) -> bool:
+        """Whether a validation follows this batch (collective, if that is decided by the time)."""
+        loop = trainer.fit_loop
+        follows = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        if trainer._val_check_time_interval is not None:
+            follows = trainer.strategy.broadcast(follows)
+        return bool(follows and sum(trainer.num_val_batches))
+
+    def _on_sigterm(self, *_: Any) -> None:
+        """In the place of Lightning's handler, whose broadcast would meet other collective calls."""
+        self._sigterm = True
         if self.ckpts is not None:
-            super().on_train_epoch_end(trainer, pl_module)
+            self.ckpts.request_save()
+
+    def _heed_sigterm(self, trainer: Any) -> None:
+        """Let Lightning end ``fit``, on all ranks, if one got a SIGTERM (collective)."""
+        if self._holds or not (self.ckpts and (self.ckpts.preempted or self.ckpts.world_size == 1)):
+            return
+        if trainer.strategy.reduce_boolean_decision(self._sigterm, all=False):
+            trainer._signal_connector.received_sigterm = True
 
     def _save_if_new(self, trainer: Any) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
@@ -368,8 +428,8 @@ class LightningCheckpoints(ModelCheckpoint):
     def _save(self, trainer: Any, found: Mapping[str, Any]) -> None:
         """Begin a checkpoint of this step (collective)."""
         assert self.ckpts is not None
-        if self._before_validation:  # which uses random numbers: a resumed run would not repeat it
-            self._defer_save_until_validation = True
+        self._is_due = self._holds
+        if self._holds:  # a resumed run repeats no validation, and has no gradients of before
             return
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         parts = self._parts(trainer, checkpoint)

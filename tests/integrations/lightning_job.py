@@ -70,17 +70,21 @@ class Small(pl.LightningModule):
 
 
 class Stop(pl.Callback):
-    """Ends the run after ``last`` steps: by an exception, or by a signal that ends it at once."""
+    """Ends the run after ``last`` steps: by an exception, or by a signal to the last rank alone.
 
-    def __init__(self, last: int, number: int = 0) -> None:
-        self.last, self.number = last, number
+    ``batch`` is given instead of ``last`` for a signal after that batch of the first epoch."""
+
+    def __init__(self, last: int, number: int = 0, batch: int | None = None) -> None:
+        self.last, self.number, self.batch = last, number, batch
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.last and not self.number:
             raise Stopped
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.last and self.number == signal.SIGTERM:
+    def on_train_batch_end(self, trainer: Any, *of: Any) -> None:
+        there = trainer.global_step == self.last if self.batch is None else of[-1] == self.batch
+        own = trainer.global_rank == trainer.world_size - 1
+        if there and own and self.number == signal.SIGTERM:
             signal.raise_signal(self.number)
 
 
@@ -114,6 +118,7 @@ class Run:
     validates: Any = None
     strategy: str = ""
     stateful: bool = False
+    held: int | None = None  # rows to validate with, instead of all
     trainer: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Any] = field(default_factory=list)
@@ -154,7 +159,8 @@ class Run:
         if self.stateful:
             from torchdata.stateful_dataloader import StatefulDataLoader as kind  # noqa: N813
         rows = Rows(ranks)
-        held = None if self.validates is None else DataLoader(rows, batch_size=4)
+        some = rows if self.held is None else rows.rows[: self.held]
+        held = None if self.validates is None else DataLoader(some, batch_size=4)
         return kind(rows, batch_size=4, shuffle=True), held
 
     def fit(self, ranks: int = 1) -> tuple[Losses, pl.Trainer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 from datetime import timedelta
@@ -24,7 +25,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_job import Run, Small, losses, rank
+from lightning_job import Run, Small, Stop, losses, rank
 
 from ckptfsm.core.errors import ConfigError, ReshardWarning
 from ckptfsm.core.retention import LatestN
@@ -176,6 +177,27 @@ def test_a_sigterm_saves_after_its_batch(tmp_path: Path, whole: Any) -> None:
     assert second == {step: of for step, of in whole.items() if step > 3}
 
 
+def test_a_sigterm_within_accumulated_batches_waits_for_the_optimizer(tmp_path: Path) -> None:
+    """Catches: a checkpoint without the gradients of batches that a resumed run does not repeat."""
+    how: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 2}, "epochs": 2}
+    ends = [Run(**how).fit()]
+    how["root"] = str(tmp_path)
+    signals = Stop(-1, signal.SIGTERM, batch=2)
+    with pytest.raises(SIGTERMException):
+        Run(**how, every=None, callbacks=[signals]).fit()
+    assert steps_in(tmp_path) == [2]
+    ends.append(Run(**how, every=None, seed=7).fit())
+    assert ends[1][0] == {step: of for step, of in ends[0][0].items() if step > 2}
+    whole, resumed = (end.lightning_module.state_dict() for _, end in ends)
+    assert all(torch.equal(each, resumed[name]) for name, each in whole.items())
+
+
+def test_a_save_that_waits_for_a_validation_is_made_without_one(tmp_path: Path) -> None:
+    """Catches: saves that are dropped, with nothing to validate with, and at the end of the training."""
+    losses(root=str(tmp_path), validates=1, held=0, epochs=1)
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
+
+
 def test_an_exception_saves_if_asked_and_leaves_the_root_free(tmp_path: Path, whole: Any) -> None:
     """Catches: ``save_on_exception`` without effect, and a root that stays locked."""
     how: dict[str, Any] = {"root": str(tmp_path), "every": 2}
@@ -197,7 +219,7 @@ def test_retention_deletes_only_after_a_newer_one_is_tracked(tmp_path: Path) -> 
                 assert not there[-1] or Path(file_of(tmp_path, there[-1])).exists()
 
     losses(root=str(tmp_path), callbacks=[Look()], own={"retention": LatestN(1)}, epochs=1)
-    assert steps_in(tmp_path) == [5] and there == sorted(there)
+    assert steps_in(tmp_path) == [5] and there == sorted(there) and any(there)
 
 
 def test_stock_trains_batches_twice_and_repeats_the_order_of_the_first_epoch(
@@ -244,6 +266,18 @@ def test_two_ranks_resume_after_sigkills_during_a_save(
         assert min(alone) == 11
 
 
+def test_a_sigterm_to_one_of_two_ranks_saves_on_both(tmp_path: Path, two: Any) -> None:
+    """Catches: ranks that end at different batches, or wait for each other for ever."""
+    how: dict[str, Any] = {"strategy": "ddp", "epochs": 1}
+    undisturbed = two(**how)
+    how |= {"root": str(tmp_path / "root"), "every": None}
+    two(**how, stop=3, signal=signal.SIGTERM, own={"exchange_every": 1})
+    assert steps_in(tmp_path / "root") == [3]
+    resumed = two(**how)
+    for ours, whole in zip(resumed, undisturbed, strict=True):
+        assert ours == {step: of for step, of in whole.items() if step > 3}
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 
@@ -254,6 +288,7 @@ def test_two_ranks_resume_after_sigkills_during_a_save(
         ({"save_weights_only": True}, "trainer.save_checkpoint"),
         ({"filename": "x"}, "layout"),
         ({"save_interval_steps": 3}, "every_n_train_steps"),
+        ({"agree_when_idle": False}, "SIGTERM"),
         ({"save_interval_s": 3.0}, "train_time_interval"),
         ({"save_top_k": 2}, "monitor"),
         ({"save_top_k": 1, "retention": LatestN(1)}, "one of them"),
@@ -282,6 +317,30 @@ def test_a_run_never_begins_at_zero_beside_checkpoints(tmp_path: Path) -> None:
             losses(root=str(tmp_path), load=load)
     with pytest.raises(ConfigError, match="no checkpoint of it"):
         losses(root=str(tmp_path), load=str(tmp_path / "last.ckpt"))
+
+
+def test_a_run_of_stock_goes_on_with_ours(tmp_path: Path) -> None:
+    """Catches: a beginning at zero with ours in the place of ``ModelCheckpoint``, or beside it; and
+    another callback's newer, unverified file that is taken before the root's steps."""
+    old, root = tmp_path / "old", tmp_path / "root"
+
+    def keeps() -> list[Any]:
+        return [ModelCheckpoint(old, save_last=True, every_n_train_steps=2)]
+
+    losses(stop=4, callbacks=keeps(), epochs=1)
+    copied = shutil.copytree(old, tmp_path / "copied")
+    assert list(losses(root=str(copied), epochs=1)) == [5]
+    assert steps_in(copied) == [5]
+    assert list(losses(root=str(root), stop=7, every=7, callbacks=keeps())) == [5, 6, 7]
+    for file in old.iterdir():
+        os.utime(file)
+    assert min(losses(root=str(root), stop=8, callbacks=keeps())) == 8
+    shutil.rmtree(root)
+    root.mkdir()
+    shutil.copy(next(copied.glob("epoch*.ckpt")), root)
+    for load in (None, "last"):
+        with pytest.raises(ConfigError, match="at zero.*ckpt_path="):
+            losses(root=str(root), load=load)
 
 
 def test_save_top_k_is_a_retention() -> None:
