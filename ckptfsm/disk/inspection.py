@@ -394,13 +394,14 @@ def unnamed_checkpoints(storage: Storage, layout: Layout, names: Iterable[str]) 
 def _mark_of_state(storage: Storage, name: str) -> str:
     """The file that tells of a training's state, and not of a model alone; "" if there is none.
 
-    Trainer leaves a ``trainer_state.json`` beside an exported model too, in the root itself.
+    In the root itself, Trainer leaves a ``trainer_state.json`` beside an exported model too, and
+    Lightning's files are its drop-in's to look at.
     """
     marks = {METADATA, _OPTIMIZER, *(each.last for each in LAYOUTS.values())}
     if not name:
         marks.discard(HF.last)
     for file in sorted(list_names(storage, name)):
-        if file in marks or file.endswith(_LIGHTNING):
+        if file in marks or (name and file.endswith(_LIGHTNING)):
             found = lookup(storage, join(name, file))
             if found is not None and found.kind == "file":
                 return file

@@ -93,6 +93,8 @@ class LightningCheckpoints(ModelCheckpoint):
     - With ``accumulate_grad_batches``, a save that is due before the optimizer steps waits for it.
     - ``weights_only``: as in ``trainer.fit(weights_only=...)``. A save refuses what could not be loaded
       so. Give False in both places if you trust the files.
+    - ``attach``: promise that nothing but the optimizers' steps changes the weights while ``fit``
+      runs, so that a save copies nothing. Callbacks that average or clamp them break it.
     - ``hooks`` and all further keyword arguments are those of ``CheckpointManager``.
 
     While ``fit`` runs, ``ckpts`` is the manager. Raises ``ConfigError`` for an argument of
@@ -115,6 +117,7 @@ class LightningCheckpoints(ModelCheckpoint):
         save_on_train_epoch_end: bool | None = None,
         save_on_exception: bool = False,
         weights_only: bool | None = None,
+        attach: bool = False,
         hooks: Sequence[Hook] = (),
         **settings: Unpack[Settings],
     ) -> None:
@@ -138,7 +141,7 @@ class LightningCheckpoints(ModelCheckpoint):
             save_on_exception=save_on_exception,
         )
         self._config, self._hooks = config_of(None, settings), tuple(hooks)
-        self._weights_only = weights_only
+        self._weights_only, self._attach = weights_only, attach
         self.ckpts: CheckpointManager | None = None
         self._replaced = Replaced()
         self._resumed: Mapping[str, Any] | None = None  # this rank's place in the loaded checkpoint
@@ -169,7 +172,7 @@ class LightningCheckpoints(ModelCheckpoint):
         put(fit_loop.epoch_loop, "on_run_start", partial(self._next_iterator, each))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go to the place in the data, and promise that the optimizers wait for a writer."""
+        """Go to the place in the data; with ``attach``, let the optimizers wait for a writer."""
         super().on_train_start(trainer, pl_module)
         if self.ckpts is None:
             return
@@ -183,7 +186,7 @@ class LightningCheckpoints(ModelCheckpoint):
                 file=str(self.dirpath),
             )
         self._go_to_place(trainer)
-        for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers if self._attach else ():
             self.ckpts.attach(optimizer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

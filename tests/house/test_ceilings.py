@@ -28,7 +28,7 @@ LINES = MappingProxyType(
         "demo": 1030,
         "disk": 4700,
         "follow": 1140,
-        "integrations": 5650,
+        "integrations": 5750,
         "megatron": 2100,
         "ranks": 4500,
         "testing": 2330,

@@ -222,6 +222,26 @@ def test_retention_deletes_only_after_a_newer_one_is_tracked(tmp_path: Path) -> 
     assert steps_in(tmp_path) == [5] and there == sorted(there) and any(there)
 
 
+def test_a_callback_that_changes_the_weights_changes_no_checkpoint(tmp_path: Path) -> None:
+    """Catches: weights that are read after the save, when a callback has changed them in a way that
+    torch does not count, as Lightning's averages of weights do."""
+
+    class Grow(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.wide = torch.nn.Parameter(torch.zeros(1 << 20))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            pl_module.wide.data.add_(1)  # after the save: our callback was the first
+
+    how = Run(root=str(tmp_path), epochs=1)
+    trainer, module, rows, held = how.make(1)
+    trainer.callbacks.append(Grow())
+    trainer.fit(module, rows, held)
+    for step in steps_in(tmp_path):
+        saved = torch.load(file_of(tmp_path, step))["state_dict"]["wide"]
+        assert torch.equal(saved, torch.full_like(saved, step - 1))
+
+
 def test_stock_trains_batches_twice_and_repeats_the_order_of_the_first_epoch(
     tmp_path: Path, whole: Any
 ) -> None:
