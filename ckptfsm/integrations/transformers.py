@@ -15,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ckptfsm.adapters.notices import warn_caller
 from ckptfsm.adapters.versions import require
 from ckptfsm.core.config import Settings
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import ConfigError, RecoveryWarning, ReshardWarning
 from ckptfsm.core.retention import CheckpointInfo, KeepAll, Policy
 from ckptfsm.integrations.accelerate import FilesOfTrainer, refuse_unknown_training
 from ckptfsm.integrations.replaced import Replaced
@@ -25,8 +26,11 @@ from ckptfsm.integrations.replaced import Replaced
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from ckptfsm.ranks.handle import Restored
+
 BEST = "best_step"  # in the metrics of a checkpoint: the best step when it was saved
 STATE = "trainer_state.json"
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0")  # a file, or a directory of FSDP
 _WHY = MappingProxyType(
     {
         "push_to_hub": "an upload reads a checkpoint while it moves. Use hub_strategy='end', or push "
@@ -114,7 +118,7 @@ class TrainerCheckpoints:
         """The directory to resume from; what was asked for if that is none of this root's."""
         if asked is True:
             newest = files.find()
-            return None if newest is None else newest.directory
+            return None if newest is None else self._looked_into(newest)
         latest = files.manager.latest_step()
         step = files.step_of(str(asked)) if asked else None
         if latest is not None and step != latest:
@@ -126,7 +130,21 @@ class TrainerCheckpoints:
                 step=latest,
             )
         found = files.find(step) if step is not None else None
-        return asked if found is None else found.directory
+        return asked if found is None else self._looked_into(found)
+
+    def _looked_into(self, found: Restored) -> str:
+        """The directory of a checkpoint; warns where stock code would begin anew and say nothing."""
+        args, there = self._args, Path(found.directory)
+        numbers = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if not (there / numbers).exists():
+            said = (
+                f"{there.name} has no {numbers}: the random numbers of this rank stay as they are"
+            )
+            warn_caller(ReshardWarning(said))
+        if not any((there / name).exists() for name in _OPTIMIZERS):
+            said = f"{there.name} has no optimizer: its state and the learning rate begin anew"
+            warn_caller(RecoveryWarning(said))
+        return found.directory
 
     def save(self, model: Any, trial: Any = None) -> None:
         """Save as ``Trainer._save_checkpoint`` does (collective).

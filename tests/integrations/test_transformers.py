@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +23,15 @@ import torch  # noqa: E402
 from accelerate_ranks import Jobs, run  # noqa: E402
 from transformers_job import make  # noqa: E402
 
-from ckptfsm.core.errors import ConfigError  # noqa: E402
+from ckptfsm.core.errors import ConfigError, RecoveryWarning, ReshardWarning  # noqa: E402
 from ckptfsm.core.retention import CheckpointInfo  # noqa: E402
-from ckptfsm.integrations.transformers import BEST, SaveTotalLimit, install  # noqa: E402
+from ckptfsm.integrations.transformers import (  # noqa: E402
+    BEST,
+    SaveTotalLimit,
+    TrainerCheckpoints,
+    install,
+)
+from ckptfsm.ranks.handle import Restored  # noqa: E402
 
 pytestmark = pytest.mark.integration
 JOB = "transformers_job.train"
@@ -130,6 +138,23 @@ def test_a_half_written_newest_directory_is_passed_over(tmp_path: Path) -> None:
     assert again["begin"] == 1
     assert again["digests"]["2"] == found["digests"]["2"]
     assert Path(root, "checkpoint-2/trainer_state.json").exists()
+
+
+def test_what_a_checkpoint_lacks_is_said(tmp_path: Path) -> None:
+    """Catches: an optimizer, or random numbers, that begin anew without a word, as in stock code."""
+    made = object.__new__(TrainerCheckpoints)
+    made._trainer = SimpleNamespace(args=SimpleNamespace(world_size=2, process_index=1))
+    found = Restored(1, None, {}, (), (), str(tmp_path))
+    with (
+        pytest.warns(ReshardWarning, match="rng_state_1.pth"),
+        pytest.warns(RecoveryWarning, match="no optimizer"),
+    ):
+        made._looked_into(found)
+    for name in ("rng_state_1.pth", "optimizer.pt"):
+        (tmp_path / name).touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made._looked_into(found) == str(tmp_path)
 
 
 def test_a_start_that_would_save_the_same_steps_again_is_refused(tmp_path: Path) -> None:
