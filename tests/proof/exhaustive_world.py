@@ -308,7 +308,7 @@ def production() -> Iterator[None]:
             found = parsed[model, data] = original(model, data, file)
         return found
 
-    def inspect_stock(storage: Any, directory: str, tree: str = "") -> Verdict:
+    def inspect_unlisted(storage: Any, layout: Any, directory: str) -> Verdict:
         node = storage.value.get(directory)
         return Verdict(isinstance(node, Dir) and STOCK in node.names and "shard" in node.names)
 
@@ -318,7 +318,7 @@ def production() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (ledger_module, "apply", lambda c, e: lifecycle.apply_row(c, e)),
         (evidence_module, "decode", decode),
-        (evidence_module, "inspect_stock", inspect_stock),
+        (evidence_module, "inspect_unlisted", inspect_unlisted),
         (applier_module, "JournalWriter", lambda storage, epoch: storage.journal),
         (opening_module, "newest_segment", lambda storage: 0),
         (opening_module, "open_root", lambda storage, identity, **options: storage.lease),

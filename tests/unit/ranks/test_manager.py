@@ -1214,7 +1214,7 @@ def test_adopt_a_stock_directory(run: Run, monkeypatch):
         (directory / SHARD).write_bytes(b"stock")
     (run.root / TRACKER).write_text("20")
     acceptable = StockVerdict(True, "")
-    monkeypatch.setattr(evidence_module, "inspect_stock", lambda *arguments: acceptable)
+    monkeypatch.setattr(evidence_module, "inspect_unlisted", lambda *arguments: acceptable)
     manager = run.open()
     assert manager.all_steps() == [10, 20], "30 is newer than the tracker: reported, not used"
     reported = [d for d in manager.recovery.decisions if d.result == "reported"]
