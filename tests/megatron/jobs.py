@@ -976,11 +976,14 @@ def work_in_a_group(here: Here, root: str, ticket: str, engine: str) -> list[str
     given: Ticket = pickle.loads(base64.b64decode(ticket))
     state = state_of(given.of.step, here)
     events = worker.write(given, parts={"model/dist_ckpt": state, "extra/dist_ckpt": {"a": 1}})
-    for _ in range(MANY_STEPS):
+    polls = 4 * MANY_STEPS  # the writer of the first rank imports torch and megatron-core
+    for _ in range(polls):
         if any(isinstance(e, (ShardReported, Failed)) for e in events):
             break
         time.sleep(PACE_S)
         events = worker.poll()  # all that it has to say, from the beginning
+    else:  # the controller would wait for half an hour
+        raise AssertionError(f"rank {here.rank} has reported no shard in {polls} polls: {events}")
     if engine != "fork":
         assert worker._share.writer is not None
         assert isinstance(worker._share.writer.process, WriteJob), "it was forked"
