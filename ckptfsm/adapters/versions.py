@@ -26,6 +26,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "verl": ("0.7.1", "0.9.0", "0.9.1"),
         "torchtitan": ("0.3.0",),
         "lightning": ("2.6.6",),
+        "megatron-bridge": ("0.6.2",),
         "accelerate": ("1.15.0",),
         "transformers": ("5.23.0",),
     }

@@ -65,6 +65,7 @@ TRAINERS = (  # their files are not shared
     "lightning",
     "megatron-bridge",
 )
+BROUGHT = ("accelerate", "transformers")  # by other trainers, too
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
@@ -608,7 +609,7 @@ def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
     print(words.rpartition("\n")[2] if ok else words, flush=True)
     return {
         "python": target.python,
-        "packages": versions_in(python, environment),
+        "packages": versions_in(target, python, environment),
         "tests": list(target.tests) + ["the demo"] * (target.demo is not None),
         "install_s": install_s,
         "run_s": round(wall_s),
@@ -628,8 +629,12 @@ def compare_writers(target: Target) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment_of(target), check=False).returncode
 
 
-def versions_in(python: Path, environment: dict[str, str]) -> dict[str, str]:
-    """The versions of the packages that the table names, as the target's environment has them."""
+def versions_in(target: Target, python: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The versions of the packages that the table names, as the target's environment has them.
+
+    Other trainers bring accelerate and transformers, of versions that are not tried here for themselves.
+    """
+    names = [each for each in NAMED if each not in BROUGHT or each in target.name]
     script = (
         "import json, importlib.metadata as m, sys\n"
         "found = {}\n"
@@ -638,7 +643,7 @@ def versions_in(python: Path, environment: dict[str, str]) -> dict[str, str]:
         "    except m.PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )
-    command = [str(python), "-c", script, *NAMED]
+    command = [str(python), "-c", script, *names]
     ran = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     found: dict[str, str] = json.loads(ran.stdout)
     return found
