@@ -8,10 +8,11 @@ tracker, and the counters from the step's own ``train_state.pt``.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -128,13 +129,17 @@ class BridgeCheckpoints:
     def finalize_async_saves(
         self, state: Any, blocking: bool = False, terminate: bool = False
     ) -> None:
-        """Drive the saves in flight. Raises the error of a failed one, on every rank."""
+        """Drive the saves in flight. Raises the error of a failed one, on every rank.
+
+        ``terminate`` gives the root back, also after a failure.
+        """
         if self._checkpoints is None:
             return
-        self.checkpoints.maybe_finalize_async_save(blocking)
-        self._set_pointer_aside()
-        if terminate:
-            self.checkpoints.maybe_finalize_async_save(blocking, terminate)
+        with contextlib.ExitStack() as end:
+            if terminate:
+                end.callback(self.checkpoints.maybe_finalize_async_save, terminate=True)
+            self.checkpoints.maybe_finalize_async_save(blocking)
+            self._set_pointer_aside()
 
     # ------------------------------------------------------------------ while Bridge collects
 
@@ -147,7 +152,8 @@ class BridgeCheckpoints:
         stock = Replaced()
         ours = CapturingSaves(checkpointing.dist_checkpointing, self)
         stock.put(checkpointing, "dist_checkpointing", ours)
-        stock.put(checkpointing, "ensure_directory_exists", self._ensure)
+        ensure = partial(self._ensure, checkpointing.ensure_directory_exists)
+        stock.put(checkpointing, "ensure_directory_exists", ensure)
         stock.put(checkpointing, "schedule_async_save", self._schedule)
         stock.put(checkpointing, "is_empty_async_queue", lambda state: True)
         try:
@@ -166,10 +172,10 @@ class BridgeCheckpoints:
         reports += [each for each in fns if getattr(each, "__name__", "") in _REPORTS]
         return with_metadata(captured.state_dict, captured.content_metadata)
 
-    def _ensure(self, filename: str, check_parent: bool = True) -> None:
+    def _ensure(self, stock: Callable[..., None], filename: str, check_parent: bool = True) -> None:
         """Skip making the step's directory: it appears when it is complete, not before."""
         if check_parent or str(filename) != self.directory:
-            Path(filename).parent.mkdir(parents=True, exist_ok=True)
+            stock(filename, check_parent)
 
     def _schedule(self, state: Any, request: Any) -> None:
         if not isinstance(request, CapturedSave):
