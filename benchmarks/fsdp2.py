@@ -3,7 +3,7 @@
 A model of equal layers under FSDP2 with AdamW: few large tensors, or many small ones. Each save begins
 on both ranks together. Peers count as loadable when their future is done, and ckptfsm when the step is
 tracked. All of them fsync their files; DCP's directories are not fsynced. Ratios are to the fastest of
-the peers' saves.
+the peers' saves. ``torch_checkpointing`` is measured where it is installed, and fsyncs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.comparison import Times, over, times_of
 from benchmarks.measure import MS, Figure, Options, in_unit
 from benchmarks.one_save import save_in_turns
-from benchmarks.peers import DcpSide
+from benchmarks.peers import DcpSide, TorchCheckpointingSide
 from benchmarks.real_ranks import RANKS, report, run_ranks
 from benchmarks.sides import ManagerSide
 from benchmarks.two_ranks import larger
@@ -35,7 +36,7 @@ from ckptfsm import CheckpointManager, LatestN
 LAYERS = (22, 416)  # about 137 and 2,500 tensors: weight, bias and their three of AdamW
 WORK_S = (0.0, 0.5, 1.0)  # for each GiB of state
 ENGINES = ("eager", "gated")
-_PEERS = ("thread", "process")
+_PEERS = ("thread", "process", "save")
 _RESTORES = 5
 _STALL, _TRACKED, _RESTORE = 0.3, 0.9, 1.0
 
@@ -78,9 +79,23 @@ class SharedDcpSide(DcpSide):
         root.mkdir(exist_ok=True)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        kind = dcp.state_dict_saver.AsyncCheckpointerType(self._how)
         place = str(self._root / str(step))
+        if self._how == "save":
+            dcp.save(state, checkpoint_id=place)
+            return
+        kind = dcp.state_dict_saver.AsyncCheckpointerType(self._how)
         self._future = dcp.async_save(state, checkpoint_id=place, async_checkpointer_type=kind)
+
+    def clear(self) -> None:
+        if dist.get_rank() == 0:
+            super().clear()
+
+
+class SharedTorchCheckpointing(TorchCheckpointingSide):
+    """``torch_checkpointing`` by the ranks of a job; the first one deletes."""
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        self._future = self._manager.save(str(self._root / str(step)), state)
 
     def clear(self) -> None:
         if dist.get_rank() == 0:
@@ -109,7 +124,7 @@ def _figures(title: str, times: dict[str, Times]) -> list[Figure]:
         stalls, loadable = [each[0] for each in saves], [each[1] for each in saves]
         figures.append(in_unit(f"stall, {title}, {name}", "ms", MS, stalls))
         figures.append(in_unit(f"until loadable, {title}, {name}", "ms", MS, loadable))
-        if not name.startswith("DCP"):
+        if name.startswith("ckptfsm"):
             figures.append(over(f"stall, {title}, {name} / DCP", stalls, stall_s, _STALL))
             said = f"until loadable, {title}, {name} / DCP"
             figures.append(over(said, loadable, loadable_s, _TRACKED))
@@ -144,6 +159,9 @@ def _saves(options: Options, work_s: float, state: FsdpState) -> dict[str, Times
     work.mkdir(exist_ok=True)  # every rank makes it
     with contextlib.ExitStack() as stack:
         sides: list[Any] = [SharedDcpSide(work / f"dcp-{how}", how) for how in _PEERS]
+        if find_spec("torch_checkpointing"):
+            sides.append(SharedTorchCheckpointing(work / "torch-checkpointing"))
+            stack.callback(sides[-1].close)
         for engine in ENGINES:
             root = work / engine
             manager = CheckpointManager(root, retention=LatestN(1), engine=engine)

@@ -43,7 +43,7 @@ class FutureSide:
     """A writer below ``root`` whose save gives a future."""
 
     def __init__(self, root: Path) -> None:
-        root.mkdir()
+        root.mkdir(exist_ok=True)  # every rank makes it
         self._root = root
         self._future: Future[Any] | None = None
 

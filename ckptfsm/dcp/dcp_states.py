@@ -26,8 +26,8 @@ class DcpStates:
     summary = DcpSummary
 
     def __init__(self, options: DriverOptions) -> None:
-        self._rank, self._ranks, self._files = options.rank, options.ranks, options.files
-        self._plans, self._read_back = DcpPlans(), StateReadBack()
+        self._rank, self._ranks = options.rank, options.ranks
+        self._plans, self._read_back = DcpPlans(options.files), StateReadBack()
         # By absolute directory, from one call of a restore to the next. They end with it: the trainer
         # may change its dict, and ask again.
         self._planned: dict[str, DcpReading] = {}
@@ -44,7 +44,8 @@ class DcpStates:
         self._surveyed.clear()
         state = flat(part, value, self._rank, SaveRefused)
         self._read_back.check_state(part, state.values)
-        return DcpPlan(self._plans.of(part, state), state, self._files, self._ranks)
+        summary, split = self._plans.of(part, state)
+        return DcpPlan(summary, state, split, self._ranks)
 
     def merge(self, part: str, summaries: Mapping[int, Any]) -> Planned:
         return merge_plans(part, summaries, self._ranks)

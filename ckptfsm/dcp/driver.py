@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed
@@ -59,6 +60,7 @@ class StateDraft:
     held: Held = field(default_factory=Held)
 
     @no_warning_is_an_error()
+    @collection_paused()
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, Planned]
     ) -> tuple[PartJob, ...]:

@@ -67,8 +67,10 @@ class Held:
         """
         if not self.may_change(memory):
             owner = self.owners.get(storage_of(memory) or 0, tensor)
-            for each in (tensor, local_of(tensor), owner, local_of(owner)):
+            for each in (tensor, owner) if owner is not tensor else (tensor,):
                 self.watched.append((name, each, version_of(each)))
+                if (local := local_of(each)) is not each:
+                    self.watched.append((name, local, version_of(local)))
 
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
@@ -46,12 +47,29 @@ class DcpSummary:
 
 
 @dataclass(slots=True)
+class _Split:
+    """The items that this rank writes, by file, as they were split the last time."""
+
+    files: int
+    mask: bytes = b""
+    buckets: Sequence[Sequence[WriteItem]] = ()
+
+    def of(self, items: Sequence[WriteItem], mask: bytes) -> Sequence[Sequence[WriteItem]]:
+        """``mask`` tells for each item whether it is this rank's."""
+        if self.mask != mask:
+            own = [item for item, is_own in zip(items, mask, strict=True) if is_own]
+            self.buckets = [each for each in _split_by_size_and_type(self.files, own) if each]
+            self.mask = mask
+        return self.buckets
+
+
+@dataclass(slots=True)
 class DcpPlan:
     """A part as one rank planned it, see ``PartPlan``."""
 
     summary: DcpSummary
     flat: Flat
-    files: int
+    split: _Split
     ranks: int
     in_place: bool = field(default=False, init=False)
 
@@ -85,9 +103,7 @@ class DcpPlan:
 
     def buckets(self, rank: int, planned: Planned) -> tuple[Bucket, ...]:
         mask = zlib.decompress(pickle.loads(planned.shares)[rank])
-        items = self.summary.plan.items
-        own = [item for item, is_own in zip(items, mask, strict=True) if is_own]
-        split = (bucket for bucket in _split_by_size_and_type(self.files, own) if bucket)
+        split = self.split.of(self.summary.plan.items, mask)
         return tuple(tuple((item, self._data_of(item)) for item in bucket) for bucket in split)
 
     def _data_of(self, item: WriteItem) -> Any:
@@ -126,10 +142,12 @@ class DcpPlan:
 class DcpPlans:
     """The plans of one rank by the names of their parts."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[list[Any], DcpSummary]] = {}
+    def __init__(self, files: int) -> None:
+        self._files = files
+        self._known: dict[str, tuple[list[Any], DcpSummary, _Split]] = {}
 
-    def of(self, part: str, state: Flat) -> DcpSummary:
+    @collection_paused()
+    def of(self, part: str, state: Flat) -> tuple[DcpSummary, _Split]:
         """The plan of a state (local)."""
         places = state.mappings()
         structure = [
@@ -142,13 +160,13 @@ class DcpPlans:
         ]
         known = self._known.get(part)
         if known is not None and known[0] == structure:
-            return known[1]
+            return known[1:]
         items = [item for key in state.values for item in _items_of(key, state)]
         _check_parts(part, state, items)
         plan = SavePlan(items, planner_data=places)
         summary = DcpSummary(plan, frozenset(state.per_rank.values()))
-        self._known[part] = structure, summary
-        return summary
+        self._known[part] = structure, summary, _Split(self._files)
+        return self._known[part][1:]
 
 
 class _Form(NamedTuple):
@@ -255,6 +273,7 @@ def _digest_of(value: torch.Tensor, most_bytes: int) -> int:
 # ---------------------------------------------------------------------------------------- at rank 0
 
 
+@collection_paused()
 def merge_plans(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> Planned:
     """DCP's metadata of all ranks' plans, and which of its items each rank writes.
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.host import affordable_bytes, available_bytes
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -133,7 +134,6 @@ class WriteEngine:
 
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Copies the state first, if the trainer may change it from then on."""
-        ranges = ranges_of(job.memory)
         copying = job.copying
         # For all processes that are tried; then the writer is forked.
         deadline = time.monotonic() + SERVE_S
@@ -142,7 +142,7 @@ class WriteEngine:
         if not portable or not self._greet(deadline):
             return launch_forked(storage, job)
         left = deadline - time.monotonic()  # a copy into the arena does not count
-        reading = self._reading(job, ranges)
+        reading = self._reading(job)
         if reading is None:
             return launch_forked(storage, job)
         reading = replace(reading, count=self._new_count())
@@ -186,8 +186,10 @@ class WriteEngine:
             raise
         return running
 
-    def _reading(self, job: RankJob, ranges: Sequence[Range]) -> MemoryRoute | None:
+    @collection_paused()
+    def _reading(self, job: RankJob) -> MemoryRoute | None:
         """The way to the memory of a job; None if only a fork is left."""
+        ranges = ranges_of(job.memory)
         mutable = ranges_of(job.memory, mutable_only=True)
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
         # check afterwards finds every change: many are not counted, or end before the first reading.
@@ -304,6 +306,7 @@ class WriteEngine:
             return describe(error)
         return "" if isinstance(answer, OrderAccepted) else problem or f"it answered {answer}"
 
+    @collection_paused()
     def _order(self, storage: Storage, job: RankJob, reading: MemoryRoute) -> WriteOrder:
         return WriteOrder(
             storage.root,
