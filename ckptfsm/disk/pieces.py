@@ -7,7 +7,6 @@ as its entry says, and a byte more.
 
 from __future__ import annotations
 
-import mmap
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,11 @@ from typing import NamedTuple
 
 import xxhash
 
+from ckptfsm.adapters.memory import large_pages
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.ports import DIRECT_ALIGNMENT, Storage
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 21
 STREAMS = 4  # reads in flight
 BUFFERS = 8
 
@@ -93,8 +93,10 @@ class Pieces:
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._done: dict[int, tuple[Piece, memoryview] | BaseException] = {}
         self._arrived = threading.Condition()
-        for _ in range(BUFFERS):
-            self._free.put(memoryview(mmap.mmap(-1, PIECE_BYTES + DIRECT_ALIGNMENT)))
+        each = PIECE_BYTES + DIRECT_ALIGNMENT
+        memory = memoryview(large_pages(BUFFERS * each))
+        for start in range(0, len(memory), each):
+            self._free.put(memory[start : start + each])
         self._threads = [
             threading.Thread(target=self._work, daemon=True, name="ckptfsm-read")
             for _ in range(STREAMS)

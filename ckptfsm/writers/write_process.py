@@ -6,7 +6,6 @@ trainer's side. A job that fails ends the process, so that no thread and no file
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -18,7 +17,7 @@ from functools import partial
 from importlib import import_module
 
 from ckptfsm.adapters.fork import child_error
-from ckptfsm.adapters.memory import MemoryOf, take_now
+from ckptfsm.adapters.memory import MemoryOf, large_pages, take_now
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Span, SpanReader, read_segment
 from ckptfsm.adapters.shared_count import SharedCount
@@ -201,9 +200,7 @@ class Server:
         size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
         if self._mapping is None or len(self._mapping) < size:
             self._mapping = None  # first: else both are there for a moment
-            self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # such as a container that forbids to ask for them
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._mapping = large_pages(size)
             # A page that a copy touches first slows it threefold; Linux before 5.14 cannot help.
             take_now(ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)), size)
         return memoryview(self._mapping)[:size]

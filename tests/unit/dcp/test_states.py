@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,6 +199,33 @@ def test_each_item_is_written_by_one_rank_and_the_work_is_shared():
     assert all(len(seen.owners_of(key)) == 1 for key in [*keys, "step"])
     assert [sum(key in keys for key, _ in each) for each in seen.written] == [2, 2, 2, 2]
     assert sorted(seen.metadata.state_dict_metadata) == sorted([*keys, "step"])
+
+
+def test_a_plan_that_is_known_has_the_shares_of_each_save():
+    """Catches: items that no rank writes, as the ranks divided them otherwise the time before."""
+    states, state = [], {f"w{n}": torch.ones(SMALL_BYTES) for n in range(4)}
+    for rank in range(2):
+        with as_rank(rank, 2):
+            states.append(DcpStates(DriverOptions(rank, ranks=2)))
+    for having, wanted in (((0, 1), 2), ((0,), 4)):
+        plans = {rank: states[rank].plan("state", state) for rank in having}
+        planned = states[0].merge("state", {rank: plan.summary for rank, plan in plans.items()})
+        assert sum(map(len, plans[0].buckets(0, planned))) == wanted
+
+
+def test_many_tensors_are_planned_and_staged_without_a_collection():
+    """Catches: a full look at all objects of the trainer in each save, longer than the save itself."""
+    driver = StateDriver(DriverOptions(0))
+    draft = driver.draft({"state": {f"w{n}": torch.ones(1) for n in range(1000)}})
+    planned = driver.merge([draft.summary])
+    seen = Mock()
+    gc.callbacks.append(seen)
+    try:
+        draft.stage("", draft.specs, planned)
+    finally:
+        gc.callbacks.remove(seen)
+    assert {each.args[1]["generation"] for each in seen.call_args_list} <= {0}
+    assert seen.call_count <= 2  # one begins and ends, for all that was made meanwhile
 
 
 def test_what_ranks_compare_is_kept_of_the_first_that_gives_it():
