@@ -30,6 +30,7 @@ SUBPACKAGES: Mapping[str, str] = MappingProxyType(
         "writers": "writes the shards",
         "coordinator": "journals, then acts; recovers",
         "follow": "takes each tracked checkpoint: evaluators, jobs",
+        "places": "copies in other places: object stores, directories",
         "ranks": "what a trainer calls",
         "dcp": "state of torch: copies, memory, plans",
         "megatron": "megatron-core: plans, requests, loads",

@@ -31,12 +31,14 @@ from ckptfsm.core.documents import (
     Answered,
     Asked,
     CheckpointRecord,
+    Claim,
     Holder,
     JobRecord,
     Manifest,
     Part,
     Pin,
     Receipt,
+    RunMark,
     SegmentOpened,
     TransitionRecord,
 )
@@ -302,6 +304,8 @@ def json_schemas() -> dict[str, dict[str, Any]]:
         "asked": Asked,
         "answered": Answered,
         "job": JobRecord,
+        "claim": Claim,
+        "run": RunMark,
     }
     schemas = {name: model.model_json_schema() for name, model in models.items()}
     schemas["journal-record"] = RECORD.json_schema()

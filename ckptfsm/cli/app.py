@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "lease": ("changing", "Keep a step while this command runs, and print its path."),
         "record-metrics": ("changing", "Add metrics to a checkpoint after its save."),
         "adopt": ("quarantine", "Take a complete checkpoint from elsewhere into service."),
+        "fetch": ("fetching", "Bring a copy of a checkpoint back into a root."),
         "quarantine": ("quarantine", "List, restore or drop directories that were withdrawn."),
         "demo": ("demo_command", "Train a small GPT, kill it during a save, and recover."),
     }

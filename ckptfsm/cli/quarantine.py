@@ -82,7 +82,7 @@ def adopt(
     if not outside:
         source = given.relative_to(at).as_posix()
         _refuse_inside(layout, source, found)
-        _start(root, owner_ended)
+        start(root, owner_ended)
         with opened(root) as storage:
             require_intact(storage, look(storage).layout, source, found, _all_told)
     else:
@@ -92,11 +92,11 @@ def adopt(
             require_intact(storage, layout, given.name, found, _all_told)
         if makes:
             _make(root, layout)
-        _start(root, owner_ended)
+        start(root, owner_ended)
     try:
         if outside:
             _move(given, at / source)
-        _take_into_service(root, source, found)
+        take_into_service(root, source, found)
     except BaseException:
         if (at / source).exists() and not given.exists():  # refused: it goes back to its place
             _move(at / source, given)
@@ -137,7 +137,7 @@ def _make(root: Path, layout: Layout) -> None:
         put([clean(f"a new root: {root}")])
 
 
-def _start(root: Path, owner_ended: bool) -> None:
+def start(root: Path, owner_ended: bool) -> None:
     """Open a root as a start does, and close it: then nothing is interrupted, and no owner lives.
 
     The journal forgets checkpoints that were withdrawn. A root is left as it is if it has nothing to
@@ -145,7 +145,7 @@ def _start(root: Path, owner_ended: bool) -> None:
     """
     try:
         with owned(root, ended=owner_ended) as (_, report):
-            _tell([each for each in report.decisions if each.actions])
+            tell([each for each in report.decisions if each.actions])
     except DamagedRoot as error:
         if "evidence" not in error.facts:
             raise
@@ -158,18 +158,18 @@ def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
     return files
 
 
-def _take_into_service(root: Path, source: str, step: int) -> None:
+def take_into_service(root: Path, source: str, step: int) -> None:
     with opened_storage(root) as storage:
         adopt_directory(storage, this_process(), look(storage).layout, source, step)
     with owned(root) as (coordinator, report):
-        _tell(report.decisions)
+        tell(report.decisions)
         latest = coordinator.ledger.latest()
         if coordinator.ledger.at(step) is None:
             raise DamagedRoot(f"step {step} was not adopted", step=step)
     put([f"step {step} is in service; the latest is step {latest.step if latest else None}"])
 
 
-def _tell(decisions: Iterable[Decision]) -> None:
+def tell(decisions: Iterable[Decision]) -> None:
     put(clean(f"{each.subject}: {each.result}, because: {each.why}") for each in decisions)
 
 
@@ -222,10 +222,10 @@ def restore(
             )
         # Before the start, which may remove the file of the journal that tells of this attempt.
         told = next((life for life in read_lives(storage) if life.attempt == str(of)), None)
-    _start(root, owner_ended)
+    start(root, owner_ended)
     with opened(root) as storage:
         _refuse_unfit(storage, name, of, told)
-    _take_into_service(root, f"{QUARANTINE}/{name}", of.step)
+    take_into_service(root, f"{QUARANTINE}/{name}", of.step)
 
 
 def _refuse_unfit(storage: Storage, name: str, of: AttemptId, told: Life | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,6 +78,14 @@ def add_to(app: typer.Typer) -> None:
         app.command(name, epilog=f"Example: {example}")(command)
 
 
+def url_of(root: Path) -> str:
+    """The URL of a place for copies that was given for a root; "" for a path. ``Path`` takes a slash."""
+    scheme, colon, rest = str(root).partition(":/")
+    if not colon or not re.fullmatch("[A-Za-z][A-Za-z0-9+.-]+", scheme) or root.exists():
+        return ""
+    return f"{scheme}:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+
+
 @contextmanager
 def opened(root: Path) -> Iterator[Storage]:
     """The storage of a root that exists, for reading. Raises ``ConfigError`` for a checkpoint."""
@@ -94,7 +103,15 @@ def ls(
         typer.Option(help="Show the list again every so many seconds.", min=0.1, max=_LONGEST_S),
     ] = None,
 ) -> None:
-    """List the checkpoints: step, state, age, size, and what keeps each."""
+    """List the checkpoints: step, state, age, size, and what keeps each.
+
+    ROOT may be the URL of a place with copies, such as s3://bucket/run: then its copies are listed.
+    """
+    if url := url_of(place or root):
+        from ckptfsm.cli.copies import list_copies  # here: a list of a root needs no places
+
+        list_copies(url, as_data=json)
+        return
     with opened(place or root) as storage:
         if watch is None:
             _list(storage, json)

@@ -10,18 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress
 
 from ckptfsm.adapters.posix_storage import opened_storage
-from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened, step_or_root
+from ckptfsm.cli.bar import progress_bar
+from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Place, Root, opened, step_or_root, url_of
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import JournalCorrupt, StepNotFoundError
@@ -59,13 +52,19 @@ def verify(
 ) -> None:
     """Compare checkpoints with their manifests: names, sizes, digests, and the form of the metadata.
 
-    DIR is a root, or the directory of one checkpoint, also a copy far from its root. Exit status 1 if
-    one is damaged, or the journal of the root.
+    DIR is a root, or the directory of one checkpoint, also a copy far from its root; or the URL of a
+    place with copies, such as s3://bucket/run. Exit status 1 if one is damaged, or the journal of the
+    root.
     """
     fraction = _fraction(read_data_subset)
     step, root = step_or_root(ctx, what, place or root)
     if step is not None and everything_tracked:
         raise typer.BadParameter("give a step, or --all")
+    if url := url_of(root):
+        from ckptfsm.cli.copies import verify_copies  # here: a root needs no places
+
+        verify_copies(url, step, everything_there=everything_tracked, as_data=json)
+        return
     if _is_checkpoint(root):
         _verify_copy(root, fraction, json)
         return
@@ -74,7 +73,7 @@ def verify(
         shelf = _shelf(storage)
         if shelf.problem and not json:
             put([clean(shelf.problem)])
-        with _progress() as progress:
+        with progress_bar() as progress:
             for each in _steps(shelf, step, everything_tracked):
                 began = time.monotonic()
                 watched = _Watched(fraction, progress, f"step {each}")
@@ -104,7 +103,7 @@ def _verify_copy(place: Path, fraction: float, json: bool) -> None:
     """Verify one directory. No journal is asked: its manifest alone says what has to be there."""
     place = place.resolve()
     layout = layout_of_names([place.name])
-    with opened_storage(place.parent) as storage, _progress() as progress:
+    with opened_storage(place.parent) as storage, progress_bar() as progress:
         began = time.monotonic()
         watched = _Watched(fraction, progress, place.name)
         named = layout.parse_published(place.name)
@@ -182,20 +181,6 @@ def _steps(shelf: _Shelf, step: int | None, everything_tracked: bool) -> Sequenc
     if step is not None and step not in shelf.steps:
         raise StepNotFoundError(f"step {step} is not tracked", step=step, file=shelf.root)
     return [step if step is not None else shelf.steps[0]]
-
-
-def _progress() -> Progress:
-    """A bar on standard error, if that is a terminal: bytes, bytes per second, time left."""
-    console = Console(stderr=True)
-    console.quiet = not console.is_terminal
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=console.quiet)
 
 
 class _Watched:

@@ -152,6 +152,26 @@ class Manifest(OfAttempt):
     written_at: str = ""
 
 
+class RunMark(Document):
+    """The run that a root, or a place for copies, belongs to. It is made with the first copy."""
+
+    schema_version: Literal[1] = 1
+    run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
+
+
+class Claim(OfAttempt):
+    """The attempt that is copied into a step's directory of a place, before its first file is.
+
+    ``content`` is the SHA-256 of its manifest: another run may have an attempt of the same name.
+    """
+
+    schema_version: Literal[1] = 1
+    step: Step
+    epoch: Number
+    attempt: Number
+    content: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
 class Holder(Document):
     """The process that took an epoch. ``released`` once its manager let go of the root in any way.
 

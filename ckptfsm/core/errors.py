@@ -181,6 +181,23 @@ class NewerSchema(DamagedRoot):
     advice = "upgrade ckptfsm; the document was not touched"
 
 
+class CopyDamaged(DamagedRoot):
+    """A copy in a place lacks an object, or has one with another content (``place``, ``object``).
+
+    Nothing of it was published. ``older`` are the steps of older copies.
+    """
+
+    kind = "copy_damaged"
+    advice = "fetch another step; `ckptfsm verify` on the place judges all of them"
+
+
+class PlaceInUse(CkptFsmError):
+    """A name in a place for copies belongs to another run or attempt (``place``, ``object``)."""
+
+    kind = "place_in_use"
+    advice = "do what the message says; nothing was changed in the place"
+
+
 class DeadlineExceeded(CkptFsmError, TimeoutError):
     """A bounded wait ran out (``timeout_s``, ``waiting_for``).
 
@@ -228,6 +245,16 @@ class NotPermitted(StorageError, PermissionError):
         "have its owner let the group do it, as by chmod g+w; to read, no lease is needed: "
         "docs/permissions.md"
     )
+
+
+class PlaceFailed(StorageError):
+    """A place for copies cannot be reached, or refused a call (``place``, ``object``, ``call``).
+
+    Nothing is known then about what the place has.
+    """
+
+    kind = "place_failed"
+    advice = "see that the address, the credentials and the network are right, and call again"
 
 
 class OutcomeUnknown(StorageError):

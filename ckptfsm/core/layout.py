@@ -30,11 +30,14 @@ OWN = "@"  # begins the nonce of a lease of this library's own processes, and of
 INBOX = f"{PRIVATE}/inbox"  # operator requests to the owner; made with the first one
 ANSWERS = f"{PRIVATE}/answers"
 JOBS = f"{PRIVATE}/jobs"  # states of the jobs of on_tracked; made with the first one
+FETCHING = f"{PRIVATE}/fetching"  # checkpoints that are being fetched; made with the first one
+RUN = f"{PRIVATE}/run.json"  # of a root that is copied, and of the place that has its copies
 TRASH = f"{PRIVATE}/trash"
 QUARANTINE = f"{PRIVATE}/quarantine"
 DIRECTORIES = (PRIVATE, EPOCHS, JOURNAL, STAGING, PINS, READERS, TRASH, QUARANTINE)
 
 MANIFEST = f"{PRIVATE}/manifest.json"  # inside a step's directory
+CLAIM = f"{PRIVATE}/claim.json"  # inside a step's directory in a place for copies
 RECEIPTS = f"{PRIVATE}/receipts"
 PLANNED = f"{PRIVATE}/planned"
 
@@ -121,6 +124,10 @@ def staging_dir(of: AttemptId) -> str:
 
 def trash_dir(of: AttemptId) -> str:
     return f"{TRASH}/{of}"
+
+
+def fetching_dir(of: AttemptId) -> str:
+    return f"{FETCHING}/{of}"
 
 
 def begun_name(of: AttemptId) -> str:

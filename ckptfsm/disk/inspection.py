@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from ckptfsm.core.evidence import (
 from ckptfsm.core.formats import is_shard
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
+    FETCHING,
     HF,
     LAYOUTS,
     MANIFEST,
@@ -391,6 +393,12 @@ def unnamed_checkpoints(storage: Storage, layout: Layout, names: Iterable[str]) 
         yield f"{name or 'the root itself'} has a {mark} and no step's name: {way}"
 
 
+def _half_fetched(storage: Storage) -> Iterator[str]:
+    """In words: the checkpoints whose fetch has not ended. A start at zero would pass them over."""
+    for name in list_names(storage, FETCHING):
+        yield f"{FETCHING}/{name} is a checkpoint that ckptfsm fetch has not completed: fetch it again"
+
+
 def _mark_of_state(storage: Storage, name: str) -> str:
     """The file that tells of a training's state, and not of a model alone; "" if there is none.
 
@@ -445,7 +453,7 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     tracker = read_tracker(storage)
     unnamed: Iterable[str] = ()
     if not published and ledger.latest() is None:
-        unnamed = unnamed_checkpoints(storage, layout, ("", *names))
+        unnamed = chain(_half_fetched(storage), unnamed_checkpoints(storage, layout, ("", *names)))
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
     return Evidence(
         tracker,

@@ -35,6 +35,7 @@ from ckptfsm.core.layout import (
     LOCK,
     PINS,
     PRIVATE,
+    RUN,
     TAKING,
     epoch_name,
     parse_epoch,
@@ -168,7 +169,8 @@ class RootOwnership:
         for directory in (EPOCHS, JOURNAL, PINS, JOBS):
             for name in list_names(self._storage, directory):
                 _touch(self._storage, f"{directory}/{name}")
-        _touch(self._storage, LOCK)
+        for name in (LOCK, RUN):
+            _touch(self._storage, name)
 
     def claim_lock(self) -> None:
         """After a takeover: take the lock as soon as the previous owner has died (F32)."""

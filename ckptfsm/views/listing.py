@@ -15,6 +15,7 @@ from ckptfsm.core.explaining import RETENTION, kept_by
 from ckptfsm.core.layout import (
     ANSWERS,
     EPOCHS,
+    FETCHING,
     INBOX,
     JOBS,
     JOURNAL,
@@ -56,6 +57,7 @@ _MEANING: Mapping[str, str] = MappingProxyType(
         PINS: "steps that people keep",
         READERS: "steps that readers hold",
         JOBS: "jobs of on_tracked, by attempt and name",
+        FETCHING: "checkpoints that are being fetched",
     }
 )
 

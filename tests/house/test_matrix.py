@@ -25,6 +25,7 @@ def test_a_change_runs_the_oldest_and_the_newest_of_each_trainer(capsys):
         "megatron-lm-0.19",
         "megatron-bridge-0.6",
         "ray",
+        "places",
         "torchtitan-0.3",
         "lightning-2.6",
         "accelerate-1.15-transformers-5.23",

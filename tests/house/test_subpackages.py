@@ -30,6 +30,7 @@ SUBPACKAGES = (
     "writers",
     "coordinator",
     "follow",
+    "places",
     "ranks",
     "dcp",
     "megatron",
@@ -42,7 +43,8 @@ SUBPACKAGES = (
 TORCH = ("dcp", "megatron", "integrations")
 APART = {  # subpackages that are earlier in the list, and yet not to be imported
     "follow": {"writers", "coordinator"},
-    "views": {"adapters", "writers", "coordinator", "follow", "ranks", *TORCH},
+    "places": {"writers", "coordinator", "follow"},
+    "views": {"adapters", "writers", "coordinator", "follow", "places", "ranks", *TORCH},
     "testing": {*TORCH, "views"},
     "demo": {"integrations"},
     "cli": {"writers", "follow", "ranks", *TORCH, "testing"},

@@ -13,6 +13,7 @@ from cli_runs import ran, said
 from real_roots import TREE, real_job, real_root
 
 from ckptfsm.cli import app as application
+from ckptfsm.places.carry import CopySettings, copy_directory
 
 NEEDS_TORCH = {"demo"}
 HELD_ON = {"lease"}  # goes on until its time is over, or Ctrl-C
@@ -46,6 +47,9 @@ def prepared(command: str, capsys) -> None:
     elif command == "adopt":
         real_root(Path("runs/other"), 45, parts=TREE)
         Path("runs/other/iter_0000045").rename("runs/demo/iter_0000045")
+    elif command == "fetch":
+        Path("copies").mkdir()
+        copy_directory(Path("runs/demo/iter_0000040"), CopySettings(url="copies/gpt"))
 
 
 def test_every_command_is_there():

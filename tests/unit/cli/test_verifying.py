@@ -12,7 +12,7 @@ from real_roots import TREE, real_job, real_root
 from rich.progress import Progress
 from strangers import dcp_files, newer_files, torch_dist_files
 
-from ckptfsm.cli import verifying
+from ckptfsm.cli import bar
 from ckptfsm.core.documents import FileEntry, Manifest, Part, encode_sealed
 from ckptfsm.core.layout import MANIFEST
 from ckptfsm.disk import verification
@@ -208,7 +208,7 @@ class Bars(Progress):
 def test_a_bar_on_a_terminal_reaches_its_end_for_each_step(root, capsys, monkeypatch):
     """Catches: a bar that stands still, counts another total, or stays on the screen."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(verifying, "Progress", Bars)
+    monkeypatch.setattr(bar, "Progress", Bars)
     monkeypatch.setattr(Bars, "ended", [])
     status, _, err = ran(capsys, "verify", "--all", "-r", root)
     assert status == 0 and "\x1b[" in err

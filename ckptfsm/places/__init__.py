@@ -1,0 +1,1 @@
+"""Copies of checkpoints in other places: object stores and directories."""

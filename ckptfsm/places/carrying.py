@@ -1,0 +1,340 @@
+"""The protocol of a copy: from a published directory of a root into a place.
+
+| # | step | a crash right after it leaves |
+|---|---|---|
+| 1 | The place is probed: an object is created twice, and the second must not win | a probe |
+| 2 | ``.ckptfsm/run.json``, create only: the place belongs to this run | a place of this run |
+| 3 | ``<step>/.ckptfsm/claim.json``, create only: attempt and content | a claim: this attempt goes on |
+| 4 | Look what is there: an object counts if its size and digest are right | the same |
+| 5 | All other files, two at a time; each digest is compared before its object appears | whole objects |
+| 6 | Look again, then the manifest, create only: this is the commit | a copy |
+| 7 | The tracker, compare and swap, to a later attempt only | the next copy moves it |
+
+So a copy without a manifest is none, and any machine may complete it. No local record is needed: where
+the manifest is there with the same bytes, the copy is done.
+
+A claim without a manifest, of an earlier attempt of the same run, is taken over: its machine is gone,
+and the job has saved the step again. A process of that attempt may still live. It looks at the claim
+before each file, so it stops; a file that it was sending may appear later, and its digest tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import xxhash
+
+from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
+from ckptfsm.core.documents import (
+    MAX_DOCUMENT_BYTES,
+    Claim,
+    FileEntry,
+    Manifest,
+    RunMark,
+    decode,
+    encode,
+)
+from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
+from ckptfsm.core.jobs import turn
+from ckptfsm.core.layout import (
+    CLAIM,
+    MANIFEST,
+    PRIVATE,
+    RUN,
+    TRACKER,
+    TRACKER_BYTES,
+    parse_tracker,
+    tracker_text,
+)
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import TEMPORARY, lookup, read_document, write_new
+from ckptfsm.disk.overview import layout_of_names
+from ckptfsm.disk.pieces import Pieces, ToRead
+from ckptfsm.disk.trash import remove_marker
+from ckptfsm.places.place import CopyPlace
+
+PROBE = f"{PRIVATE}/probe"
+_AT_ONCE = 2  # files
+_LOOKS = 8  # at once
+_TRIES = 5
+_RUN_BYTES = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The result of a copy: the number of its files, and the files and bytes that were sent now."""
+
+    files: int
+    sent: int
+    sent_bytes: int
+
+
+class Throttle:
+    """Lets so many MB pass each second, over all threads; None: any number."""
+
+    def __init__(self, mb_s: float | None) -> None:
+        self._rate = mb_s * 1e6 if mb_s is not None else 0.0
+        self._turn = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def take(self, size: int) -> None:
+        """Wait until ``size`` bytes may pass."""
+        if not self._rate:
+            return
+        with self._turn:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + size / self._rate
+            pause = self._free_at - now
+        time.sleep(pause)
+
+
+def run_of(storage: Storage) -> bytes:
+    """The mark of the run that a root belongs to; made if there is none. Raises ``DamagedRoot``."""
+    if lookup(storage, RUN) is None:
+        temporary = f"{RUN}{TEMPORARY}{uuid.uuid4().hex[:12]}"
+        write_new(storage, temporary, encode(RunMark(run=uuid.uuid4().hex)))
+        try:
+            storage.link(temporary, RUN)
+        except FileExistsError:  # another process was first, and its mark is read below
+            pass
+        finally:
+            remove_marker(storage, temporary)
+    data = storage.read(RUN, _RUN_BYTES)
+    decode(RunMark, data, RUN)
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """Copies published directories of the root ``storage`` into ``place``, see the module.
+
+    ``run``: the root's mark, see ``run_of``. ``sole_writer``: the user promises that no other process
+    writes there, so a server may be used that ignores conditions.
+    """
+
+    place: CopyPlace
+    storage: Storage
+    run: bytes
+    throttle: Throttle = field(default_factory=partial(Throttle, None))
+    sole_writer: bool = False
+
+    def carry(self, name: str) -> Carried:
+        """Copy the directory ``name`` of the root.
+
+        Raises ``ConfigError`` for one without a manifest, or for a server that cannot be used.
+        ``PlaceInUse`` if another run or attempt has the name, ``DamagedRoot`` if a file is not what the
+        manifest says, ``PlaceFailed``.
+        """
+        data, manifest = self._manifest(name)
+        files = tuple(self._with_digest(name, entry) for entry in manifest.files)
+        if self.place.read(f"{name}/{MANIFEST}") == data:
+            self._move_tracker(manifest.of)
+            return Carried(len(files), 0, 0)
+        if not self.sole_writer:
+            probe(self.place)
+        self._claim_place()
+        content = hashlib.sha256(data).hexdigest()
+        of = manifest.of
+        claim = Claim(step=of.step, epoch=of.epoch, attempt=of.attempt, content=content)
+        self._claim_name(name, claim)
+        todo = self._missing(name, files)
+        self._send(name, todo, encode(claim))
+        if lost := self._missing(name, files):
+            raise PlaceFailed(
+                f"{lost[0].name} is not there after it was sent, or is another's",
+                place=self.place.where,
+                object=f"{name}/{lost[0].name}",
+            )
+        self._sweep(name, files)
+        there = self.place.create(f"{name}/{MANIFEST}", data)
+        if there != data:
+            raise self._taken(name, of, decode(Manifest, there, MANIFEST).of)
+        self._move_tracker(of)
+        return Carried(len(files), len(todo), sum(entry.bytes for entry in todo))
+
+    # -- what is copied
+
+    def _manifest(self, name: str) -> tuple[bytes, Manifest]:
+        path = f"{name}/{MANIFEST}"
+        if lookup(self.storage, path) is None:
+            raise ConfigError(
+                f"{name} has no manifest, as another program wrote it: only checkpoints that this "
+                "library saved are copied",
+                file=path,
+            )
+        data = read_document(self.storage, path, MAX_DOCUMENT_BYTES)
+        return data, decode(Manifest, data, path)
+
+    def _with_digest(self, name: str, entry: FileEntry) -> FileEntry:
+        if entry.digest is not None:
+            return entry
+        return replace(entry, digest=self.storage.digest(f"{name}/{entry.name}"))
+
+    def _missing(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
+        """The files that are not in the place, or have another size or digest there."""
+        sizes = self.place.listed(name)
+
+        def is_there(entry: FileEntry) -> bool:
+            same = sizes.get(entry.name) == entry.bytes
+            return same and self.place.digest(f"{name}/{entry.name}") == entry.digest
+
+        with ThreadPoolExecutor(_LOOKS) as looks:
+            found = list(looks.map(is_there, files))
+        return [entry for entry, there in zip(files, found, strict=True) if not there]
+
+    def _sweep(self, name: str, files: Sequence[FileEntry]) -> None:
+        """Remove what killed carriers have left half-written in a directory."""
+        for each in self.place.listed(name).keys() - {entry.name for entry in files}:
+            if TEMPORARY in each.rpartition("/")[2]:
+                self.place.remove(f"{name}/{each}")
+
+    # -- whose it is
+
+    def _claim_place(self) -> None:
+        there = self.place.create(RUN, self.run)
+        if there != self.run:
+            where, root = self.place.where, self.storage.root
+            raise PlaceInUse(
+                f"{where} has the copies of another run: choose another prefix. If it is this run's, "
+                f"and {root}/{RUN} was lost, put {where}/{RUN} there",
+                place=where,
+                object=RUN,
+            )
+
+    def _claim_name(self, name: str, own: Claim) -> None:
+        path, data = f"{name}/{CLAIM}", encode(own)
+        for _ in range(_TRIES):
+            there = self.place.create(path, data)
+            if there == data:
+                return
+            theirs = decode(Claim, there, path)
+            committed = self.place.read(f"{name}/{MANIFEST}") is not None
+            if committed or turn(theirs.of) >= turn(own.of):
+                raise self._taken(name, own.of, theirs.of)
+            if self.place.replace(path, data, there):
+                return
+        raise PlaceFailed("the claim changes all the time", place=self.place.where, object=path)
+
+    def _taken(self, name: str, own: AttemptId, theirs: AttemptId) -> PlaceInUse:
+        where = f"{self.place.where}/{name}"
+        return PlaceInUse(
+            f"{where} is of attempt {theirs}, and this one is {own}: after a rollback, say, or of a job "
+            f"on another machine. If that copy is not needed any more, remove {where}",
+            place=self.place.where,
+            object=name,
+            step=own.step,
+        )
+
+    # -- data
+
+    def _send(self, name: str, files: Sequence[FileEntry], claim: bytes) -> None:
+        """Send files, two at a time, small ones first. After an error no other file is begun."""
+        in_order = iter(sorted(files, key=lambda entry: entry.bytes))
+        turns = threading.Lock()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            while not failed:
+                with turns:
+                    entry = next(in_order, None)
+                if entry is None:
+                    return
+                try:
+                    self._send_one(name, entry, claim)
+                except BaseException as error:  # raised below, in the caller's thread
+                    failed.append(error)
+
+        with ThreadPoolExecutor(_AT_ONCE) as senders:
+            for each in [senders.submit(work) for _ in range(_AT_ONCE)]:
+                each.result()
+        if failed:
+            raise failed[0]
+
+    def _send_one(self, name: str, entry: FileEntry, claim: bytes) -> None:
+        there = self.place.read(f"{name}/{CLAIM}")
+        if there != claim:
+            theirs = "removed" if there is None else f"of {decode(Claim, there, CLAIM).of}"
+            raise PlaceInUse(
+                f"the claim of {self.place.where}/{name} is {theirs} by now: this copy ends",
+                place=self.place.where,
+                object=f"{name}/{CLAIM}",
+            )
+        path, digest = f"{name}/{entry.name}", entry.digest or ""
+        with closing(compared(self.storage, path, entry, self.throttle.take)) as pieces:
+            self.place.put(path, pieces, entry.bytes, digest)
+
+    # -- the tracker
+
+    def _move_tracker(self, of: AttemptId) -> None:
+        """Let the tracker of the place name this copy, unless it names one of a later attempt."""
+        text = tracker_text(of.step)
+        for _ in range(_TRIES):
+            found = self.place.read(TRACKER)
+            if found is None:
+                if self.place.create(TRACKER, text) == text:
+                    return
+                continue
+            if found == text or not self._is_older(found, of):
+                return
+            if self.place.replace(TRACKER, text, found):
+                return
+        raise PlaceFailed(
+            "the tracker changes all the time", place=self.place.where, object=TRACKER
+        )
+
+    def _is_older(self, tracker: bytes, of: AttemptId) -> bool:
+        """True if the tracker names nothing, no copy, or one of an earlier attempt."""
+        step = parse_tracker(tracker[:TRACKER_BYTES])
+        if not isinstance(step, int):
+            return True
+        layout = layout_of_names(self.place.names())
+        path = f"{layout.published_name(step)}/{MANIFEST}"
+        data = self.place.read(path)
+        return data is None or turn(decode(Manifest, data, path).of) < turn(of)
+
+
+def probe(place: CopyPlace) -> None:
+    """Raise ``ConfigError`` unless the place refuses to create an object that exists."""
+    for _ in range(2):
+        mine = uuid.uuid4().hex.encode()
+        if place.create(PROBE, mine) != mine:
+            return
+    raise ConfigError(
+        f"{place.where}: the server ignores If-None-Match, so two jobs could overwrite each other's "
+        "copies without a word. Use another server; or set sole_writer=True, if only one job ever "
+        "writes to this prefix",
+        key="copies",
+        url=place.where,
+    )
+
+
+def compared(
+    storage: Storage, path: str, entry: FileEntry, take: Callable[[int], None]
+) -> Generator[bytes, None, None]:
+    """The pieces of a file. Raises ``DamagedRoot`` before the last one, unless size and digest agree.
+
+    ``take`` is told the size of each piece before it is given away.
+    """
+    digest, size, last = xxhash.xxh3_128(), 0, b""
+    with closing(Pieces(storage, [ToRead(path, entry.bytes, entry.digest or "")])) as pieces:
+        for piece in pieces.in_order():
+            if last:
+                yield last
+            digest.update(piece.view)
+            size += len(piece.view)
+            take(len(piece.view))
+            last = bytes(piece.view)
+    if size != entry.bytes or DIGEST_PREFIX + digest.hexdigest() != entry.digest:
+        raise DamagedRoot(
+            "a file has another content than was written; it is not copied", file=path
+        )
+    yield last

@@ -1,0 +1,148 @@
+"""A place for copies in a directory, such as a mounted file system of another machine.
+
+An object is written under another name, fsynced, and renamed. One that may not exist yet is linked to
+its name: of two that create it, one is told of the other's.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES
+from ckptfsm.core.errors import CkptFsmError, ConfigError, PlaceFailed, describe
+from ckptfsm.disk.durable import (
+    TEMPORARY,
+    each_file,
+    lookup,
+    make_dirs,
+    parent_of,
+    put,
+    read_document,
+    write_all,
+    write_new,
+)
+from ckptfsm.disk.trash import remove_marker
+
+_PIECE_BYTES = 4 << 20
+
+
+class DirectoryPlace:
+    """See ``place.CopyPlace``. ``create``: make the directory if it is missing."""
+
+    def __init__(self, path: str, *, create: bool = False) -> None:
+        self.where = str(Path(path).absolute())
+        self._create = create
+
+    @cached_property
+    def _storage(self) -> PosixStorage:
+        try:
+            return PosixStorage(self.where, create=self._create)
+        except ConfigError as error:
+            raise PlaceFailed(
+                f"{error.message}: is {self.where} mounted on this host?", place=self.where
+            ) from error
+
+    def names(self) -> list[str]:
+        with self._named(""):
+            return [name for name, kind in self._storage.kinds("") if kind == "dir"]
+
+    def listed(self, directory: str) -> Mapping[str, int]:
+        with self._named(directory):
+            if lookup(self._storage, directory) is None:
+                return {}
+            found = each_file(self._storage, directory)
+            return {name: stat.size for name, stat in found if stat.kind == "file"}
+
+    def digest(self, name: str) -> str | None:
+        with self._named(name):
+            found = lookup(self._storage, name)
+            return self._storage.digest(name) if found and found.kind == "file" else None
+
+    def read(self, name: str) -> bytes | None:
+        with self._named(name):
+            if lookup(self._storage, name) is None:
+                return None
+            return read_document(self._storage, name, MAX_DOCUMENT_BYTES)
+
+    def stream(self, name: str) -> Generator[bytes, None, None]:
+        with self._named(name, missing=True):
+            handle = self._storage.open_reading(name)
+            try:
+                buffer, offset = memoryview(bytearray(_PIECE_BYTES)), 0
+                while taken := self._storage.pread(handle, buffer, offset):
+                    offset += taken
+                    yield bytes(buffer[:taken])
+            finally:
+                self._storage.close(handle)
+
+    def create(self, name: str, data: bytes) -> bytes:
+        with self._named(name):
+            self._make_parent(name)
+            temporary = _temporary(name)
+            write_new(self._storage, temporary, data)
+            try:
+                self._storage.link(temporary, name)
+            except FileExistsError:  # what is there is read below
+                pass
+            finally:
+                remove_marker(self._storage, temporary)
+            return read_document(self._storage, name, MAX_DOCUMENT_BYTES)
+
+    def replace(self, name: str, data: bytes, expected: bytes) -> bool:
+        """As ``CopyPlace`` says; of two hosts that replace it at the same moment, one is not told."""
+        if self.read(name) != expected:
+            return False
+        with self._named(name):
+            put(self._storage, name, data, tag=uuid.uuid4().hex[:12])
+        return self.read(name) == data
+
+    def put(self, name: str, pieces: Iterator[bytes], size: int, digest: str) -> None:
+        with self._named(name):
+            self._make_parent(name)
+            temporary = _temporary(name)
+            handle = self._storage.open_exclusive(temporary)
+            try:
+                try:
+                    for piece in pieces:
+                        write_all(self._storage, handle, piece)
+                    self._storage.fsync(handle)
+                finally:
+                    self._storage.close(handle)
+                self._storage.rename(temporary, name)
+            except BaseException:
+                remove_marker(self._storage, temporary)
+                raise
+            self._storage.fsync_dir(parent_of(name))
+
+    def remove(self, name: str) -> None:
+        with self._named(name):
+            remove_marker(self._storage, name)
+
+    def _make_parent(self, name: str) -> None:
+        if parent := parent_of(name):
+            make_dirs(self._storage, parent)
+
+    @contextmanager
+    def _named(self, name: str, *, missing: bool = False) -> Iterator[None]:
+        """Name place and object in errors of the system.
+
+        ``missing``: that an object is not there is the caller's to tell.
+        """
+        try:
+            yield
+        except CkptFsmError:
+            raise
+        except OSError as error:
+            if missing and isinstance(error, FileNotFoundError):
+                raise
+            said = f"{self.where}/{name}: {describe(error)}; is it mounted on this host?"
+            raise PlaceFailed(said, place=self.where, object=name) from error
+
+
+def _temporary(name: str) -> str:
+    return f"{name}{TEMPORARY}{uuid.uuid4().hex[:12]}"

@@ -1,0 +1,189 @@
+"""A place for copies in an object store: S3, Google Cloud Storage, Azure. The only module with obstore.
+
+Addresses and credentials come from the environment, as obstore reads it (``AWS_ENDPOINT_URL``,
+``AWS_ACCESS_KEY_ID``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and others).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import from_url
+
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES
+from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, describe
+
+_DIGEST = "ckptfsmdigest"  # of the metadata; Azure takes no hyphen
+_PART_BYTES = 8 << 20
+_MOST_PARTS = 9000  # S3 takes 10,000
+_IN_FLIGHT_BYTES = 32 << 20  # of one file
+_PIECE_BYTES = 4 << 20
+_TRIES = 5
+_PAUSE_S = 0.1
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+
+
+def store_at(url: str) -> Any:
+    """The store of a URL, with its prefix. Raises ``ConfigError`` if that cannot be one."""
+    options = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=10)}
+    retries = {"max_retries": 5, "retry_timeout": timedelta(seconds=150)}
+    try:
+        return from_url(url, client_options=options, retry_config=retries)
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"{url}: {_first_line(error)}", key="copies", url=url) from error
+
+
+class ObjectPlace:
+    """See ``place.CopyPlace``."""
+
+    def __init__(self, store: Any, where: str) -> None:
+        self._store = store
+        self.where = where.rstrip("/")
+
+    def names(self) -> list[str]:
+        with self._named("", "list"):
+            found = obstore.list_with_delimiter(self._store)["common_prefixes"]
+            return [prefix.rstrip("/").rpartition("/")[2] for prefix in found]
+
+    def listed(self, directory: str) -> Mapping[str, int]:
+        start = f"{directory}/"
+        with self._named(directory, "list"):
+            batches = obstore.list(self._store, prefix=start, chunk_size=1000)
+            return {
+                meta["path"].removeprefix(start): meta["size"] for some in batches for meta in some
+            }
+
+    def digest(self, name: str) -> str | None:
+        with self._named(name, "head"):
+            try:
+                found = obstore.get(self._store, name, options={"head": True})
+            except FileNotFoundError:
+                return None
+            said: str | None = found.attributes.get(_DIGEST)
+            return said
+
+    def read(self, name: str) -> bytes | None:
+        found = self._read(name)
+        return found[0] if found is not None else None
+
+    def _read(self, name: str) -> tuple[bytes, Any] | None:
+        with self._named(name, "get"):
+            try:
+                found = obstore.get(self._store, name)
+            except FileNotFoundError as error:
+                if any(word in str(error) for word in _NO_BUCKET):
+                    raise
+                return None
+            if found.meta["size"] > MAX_DOCUMENT_BYTES:
+                raise DamagedRoot(
+                    f"an object of {found.meta['size']} bytes, and a small one is expected",
+                    place=self.where,
+                    object=name,
+                )
+            return bytes(found.bytes()), found.meta
+
+    def stream(self, name: str) -> Generator[bytes, None, None]:
+        with self._named(name, "get", missing=True):
+            for piece in obstore.get(self._store, name).stream(min_chunk_size=_PIECE_BYTES):
+                yield bytes(piece)
+
+    def create(self, name: str, data: bytes) -> bytes:
+        for number in range(_TRIES):
+            with self._named(name, "create"):
+                try:
+                    obstore.put(self._store, name, data, mode="create", use_multipart=False)
+                except (AlreadyExistsError, PreconditionError):
+                    # S3's "conflicting operation" is told so, too: then nothing may be there.
+                    time.sleep(_PAUSE_S * number)
+            found = self.read(name)
+            if found is not None:
+                return found
+        raise PlaceFailed("it can neither be created nor read", place=self.where, object=name)
+
+    def replace(self, name: str, data: bytes, expected: bytes) -> bool:
+        found = self._read(name)
+        if found is None or found[0] != expected:
+            return False
+        version = {key: found[1][key] for key in ("e_tag", "version") if found[1].get(key)}
+        with self._named(name, "replace"):
+            try:
+                obstore.put(self._store, name, data, mode=version, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                return self.read(name) == data  # the answer to the first request may be lost
+        return True
+
+    def put(self, name: str, pieces: Iterator[bytes], size: int, digest: str) -> None:
+        part = max(_PART_BYTES, -(-size // _MOST_PARTS))
+        watched = _Pieces(pieces)
+        body: Any = watched if size > _PART_BYTES else b"".join(watched)
+        with self._named(name, "put", watched):
+            obstore.put(
+                self._store,
+                name,
+                body,
+                attributes={_DIGEST: digest},
+                use_multipart=size > _PART_BYTES,
+                chunk_size=part,
+                max_concurrency=max(1, _IN_FLIGHT_BYTES // part),
+            )
+
+    def remove(self, name: str) -> None:
+        with self._named(name, "delete"):
+            try:
+                obstore.delete(self._store, name)
+            except FileNotFoundError:  # as S3 does: it tells nothing of what was not there
+                return
+
+    @contextmanager
+    def _named(
+        self, name: str, call: str, pieces: _Pieces | None = None, *, missing: bool = False
+    ) -> Iterator[None]:
+        """Name place and object in errors of the store. What ``pieces`` raised is raised as it is.
+
+        ``missing``: that an object is not there is the caller's to tell.
+        """
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            if pieces is not None and pieces.error is not None:
+                raise pieces.error from None
+            if isinstance(error, PlaceFailed) or (missing and isinstance(error, FileNotFoundError)):
+                raise
+            raise PlaceFailed(
+                f"{self.where}/{name}: {call}: {_first_line(error)}",
+                place=self.where,
+                object=name,
+                call=call,
+            ) from error
+
+
+class _Pieces:
+    """The pieces of a file, and the error that ended them: the store tells it in its own words."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def _first_line(error: BaseException) -> str:
+    """The words of an error of the store: below the first lines it shows its own structures."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return describe(type(error)(" ".join(lines[:1]) or "no reason is told"))

@@ -1,0 +1,202 @@
+"""The protocol of a copy: what each crash leaves, and whose a name is. The same on all places."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from copying import Counted, Killed, carry, contents, copied, is_committed, root_with, saved_again
+
+from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
+from ckptfsm.core.layout import CLAIM, MANIFEST, RUN, TRACKER
+from ckptfsm.places.carry import SETTINGS, settings_of
+from ckptfsm.places.carry import carry as entry
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    storage = root_with(tmp_path / "root", 10, 20)
+    yield storage
+    storage.close_root()
+
+
+def directory(root, step: int) -> Path:
+    return Path(root.root, f"iter_{step:07d}")
+
+
+def test_a_copy_is_the_directory_byte_for_byte(root, place):
+    """Catches: a file left out, another manifest, a tracker that goes back, files sent twice."""
+    first = carry(place, root, 20)
+    assert first.sent == first.files > 3
+    assert copied(place, 20) == contents(directory(root, 20))
+    assert place.read(TRACKER) == b"20\n"
+    carry(place, root, 10)  # late
+    assert place.read(TRACKER) == b"20\n"
+    assert carry(place, root, 20).sent == 0
+
+
+def test_killed_at_any_call_the_copy_is_whole_or_none_and_the_next_one_completes_it(root, place):
+    """Catches: a manifest before its data, a claim that keeps its own attempt out."""
+    spy = Counted(place)
+    carry(spy, root, 10)
+    calls = spy.calls
+    assert calls[-2:] == ["create", "create"], "manifest, then tracker"
+    for after in (True, False):
+        for number in range(len(calls)):
+            _forget(place)
+            with pytest.raises(Killed):
+                carry(Counted(place, number, after=after), root, 10)
+            if is_committed(place, 10):
+                assert copied(place, 10) == contents(directory(root, 10))
+            carry(place, root, 10)
+            assert copied(place, 10) == contents(directory(root, 10))
+            assert place.read(TRACKER) == b"10\n"
+
+
+def _forget(place) -> None:
+    for name in place.names():
+        for each in place.listed(name):
+            place.remove(f"{name}/{each}")
+    place.remove(TRACKER)
+
+
+def test_a_killed_copy_goes_on_with_the_files_that_are_missing(root, place):
+    """Catches: a copy that begins anew each time, and is never through."""
+    with pytest.raises(Killed):
+        carry(Counted(place, 6), root, 10)
+    done = carry(place, root, 10)
+    assert 0 < done.sent < done.files
+
+
+def test_an_object_of_the_right_size_and_another_content_is_sent_again(root, place):
+    """Catches: a file of an earlier attempt taken for this one's, by its size."""
+    name = "iter_0000010/__0_0.distcp"
+    good = directory(root, 10).joinpath("__0_0.distcp").read_bytes()
+    with pytest.raises(Killed):
+        carry(Counted(place, 3), root, 10)
+    place.put(name, iter([b"x" * len(good)]), len(good), "xxh3_128:" + 32 * "0")
+    carry(place, root, 10)
+    assert place.read(name) == good
+
+
+def test_a_flipped_bit_on_the_local_disk_ends_the_copy_before_the_commit(root, place):
+    """Catches: a damaged file that becomes a copy, which then is the only one."""
+    shard = directory(root, 10) / "__0_0.distcp"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    with pytest.raises(DamagedRoot, match="another content"):
+        carry(place, root, 10)
+    assert place.digest("iter_0000010/__0_0.distcp") is None
+    assert not is_committed(place, 10)
+
+
+def test_another_run_is_refused_and_changes_nothing(root, place, tmp_path):
+    """Catches: two jobs with one prefix, whose files mix."""
+    carry(place, root, 10)
+    before = copied(place, 10)
+    other = root_with(tmp_path / "other", 10, 30)
+    for step in (10, 30):
+        with pytest.raises(PlaceInUse, match="another run"):
+            carry(place, other, step)
+    assert copied(place, 10) == before
+    assert place.names().count("iter_0000030") == 0
+    other.close_root()
+
+
+def test_a_later_attempt_takes_a_claim_over_that_was_never_committed(root, place):
+    """Catches: a new machine that can never copy a step, because the dead one had begun to."""
+    with pytest.raises(Killed):
+        carry(Counted(place, 5), root, 20)
+    old = place.read(f"iter_0000020/{CLAIM}")
+    saved_again(Path(root.root), 20)
+    carry(place, root, 20)
+    assert copied(place, 20) == contents(directory(root, 20))
+    assert place.read(f"iter_0000020/{CLAIM}") != old
+
+
+def test_an_earlier_attempt_stops_once_a_later_one_has_the_claim(root, place, tmp_path):
+    """Catches: a machine that was believed dead, and writes over the new one's files."""
+    aside = tmp_path / "aside"
+    with pytest.raises(Killed):
+        carry(Counted(place, 5), root, 20)
+    directory(root, 20).rename(aside)
+    directory(root, 20).mkdir()
+    directory(root, 20).rmdir()
+    aside.rename(directory(root, 20))
+    late = json.loads(place.read(f"iter_0000020/{CLAIM}"))
+    later = json.dumps({**late, "epoch": late["epoch"] + 1}).encode()
+    assert place.replace(f"iter_0000020/{CLAIM}", later, place.read(f"iter_0000020/{CLAIM}"))
+    with pytest.raises(PlaceInUse, match="attempt"):
+        carry(place, root, 20)
+    assert not is_committed(place, 20)
+
+
+def test_a_committed_copy_of_another_attempt_is_refused_with_the_way_out(root, place):
+    """Catches: a copy of an abandoned branch written over without a word."""
+    carry(place, root, 20)
+    before = copied(place, 20)
+    saved_again(Path(root.root), 20)
+    with pytest.raises(PlaceInUse, match="remove .*iter_0000020"):
+        carry(place, root, 20)
+    assert copied(place, 20) == before
+
+
+def test_the_tracker_follows_the_later_attempt_also_to_a_smaller_step(root, place):
+    """Catches: a tracker that names a step of an abandoned branch for ever."""
+    carry(place, root, 20)
+    saved_again(Path(root.root), 15)
+    carry(place, root, 15)
+    assert place.read(TRACKER) == b"15\n"
+
+
+def test_a_server_that_ignores_conditions_is_refused_unless_one_job_alone_writes(root, place):
+    """Catches: two jobs that overwrite each other's copies, without a word of the server."""
+
+    class Careless(Counted):
+        def create(self, name, data):
+            self._place.put(name, iter([data]), len(data), "")
+            return data
+
+    with pytest.raises(ConfigError, match="sole_writer"):
+        carry(Careless(place), root, 10)
+    assert place.names() == [".ckptfsm"]
+    carry(Careless(place), root, 10, sole_writer=True)
+    assert is_committed(place, 10)
+
+
+def test_a_directory_without_a_manifest_is_refused(root, place):
+    """Catches: a copy that nothing can prove."""
+    (directory(root, 10) / MANIFEST).unlink()
+    with pytest.raises(ConfigError, match="no manifest"):
+        carry(place, root, 10)
+
+
+def test_the_job_says_in_a_line_what_is_wrong(root, tmp_path, monkeypatch):
+    """Catches: a traceback in the place of the reason, a setting that is passed over."""
+    monkeypatch.setenv(SETTINGS, json.dumps({"url": f"{tmp_path}/no/such\0"}))
+    path = str(directory(root, 10))
+    for settings, said in (
+        ({"url": "gopher://x"}, "no place for copies is known"),
+        ({"url": "x", "limit": 3}, "limit"),
+        ({"url": str(tmp_path / "root/iter_0000010/__0_0.distcp")}, "mounted"),
+    ):
+        monkeypatch.setenv(SETTINGS, json.dumps(settings))
+        with pytest.raises(SystemExit) as ended:
+            entry(path, 10, {})
+        assert said in str(ended.value), ended.value
+    monkeypatch.setenv(SETTINGS, json.dumps({"url": f"file://{tmp_path}/p", "limit_mb_s": 1000}))
+    entry(path, 10, {})
+    assert (tmp_path / "p" / RUN).exists()
+    assert settings_of('{"url": "s3://b"}').sole_writer is False
+
+
+def test_a_place_that_fails_is_never_taken_for_an_empty_one(root, place):
+    """Catches: an error of the place that counts as "nothing is there"."""
+
+    class Broken(Counted):
+        def listed(self, name):
+            raise PlaceFailed("no answer", place="here")
+
+    with pytest.raises(PlaceFailed):
+        carry(Broken(place), root, 10)
+    assert not is_committed(place, 10)

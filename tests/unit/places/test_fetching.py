@@ -1,0 +1,183 @@
+"""A copy comes back into a root: whole and proved, or not at all; and it is the root's own then."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import ran, said
+from copying import Counted, Killed, carry, contents, root_with
+from real_roots import TREE, crashed, real_job
+
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.layout import FETCHING, MANIFEST, RUN, TRACKER
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.retention import LatestN
+from ckptfsm.places.fetching import choose, copies_in
+from ckptfsm.places.place import place_at
+
+
+@pytest.fixture
+def copied(tmp_path: Path, place):
+    """The directory of a root whose steps 10 and 20 were copied."""
+    storage = root_with(tmp_path / "root", 10, 20)
+    carry(place, storage, 10)
+    carry(place, storage, 20)
+    storage.close_root()
+    return tmp_path / "root"
+
+
+def test_a_fetched_checkpoint_is_resumed_from_and_not_pinned(copied, url, tmp_path, capsys):
+    """Catches: another content, a pin for ever, a tracker that says nothing, a run that is refused."""
+    back = tmp_path / "back"
+    assert "the latest is step 20" in said(capsys, "fetch", url, back)
+    assert contents(back / "iter_0000020") == contents(copied / "iter_0000020")
+    assert (back / TRACKER).read_text() == "20\n"
+    assert (back / RUN).read_bytes() == (copied / RUN).read_bytes()
+    assert not (back / FETCHING).exists()
+    job = real_job(back, retention=LatestN(1))
+    assert job.coordinator.ledger.latest().step == 20
+    held = job.coordinator.locate(None)
+    job.coordinator.release(held.lease, 20)
+    of = job.save(30, TREE)
+    assert [c.step for c in job.coordinator.ledger.in_state(State.TRACKED)] == [30]
+    assert of.epoch > 1, "no attempt has the name of one in the place"
+    carry(place_at(url), job.storage, 30)
+    crashed(job)
+
+
+def test_what_is_there_is_not_fetched_again_and_another_attempt_is_refused(
+    copied, url, tmp_path, capsys
+):
+    """Catches: a second fetch that damages, or takes another attempt for this one."""
+    back = tmp_path / "back"
+    said(capsys, "fetch", url, back, "--step", 10)
+    assert "fetched" not in said(capsys, "fetch", url, back, "--step", 10)
+    assert "latest is step 20" in said(capsys, "fetch", url, back)
+    other = tmp_path / "other"
+    root_with(other, 20).close_root()
+    status, _, err = ran(capsys, "fetch", url, other)
+    assert (status, "taken by another checkpoint" in err) == (3, True)
+
+
+def test_a_killed_fetch_publishes_nothing_and_the_next_one_goes_on(copied, url, place, tmp_path):
+    """Catches: a half directory under a step's name, a file that is fetched twice."""
+    back = tmp_path / "back"
+    script = (
+        "import os, signal, sys\n"
+        "from ckptfsm.cli import main\n"
+        "from ckptfsm.places import fetching\n"
+        "real, seen = fetching.Fetch._stream, []\n"
+        "fetching._AT_ONCE = 1\n"
+        "def stream(self, *arguments):\n"
+        "    if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    seen.append(real(self, *arguments))\n"
+        "    return seen[-1]\n"
+        "fetching.Fetch._stream = stream\n"
+        "main(sys.argv[1:])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, "fetch", url, str(back)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not list(back.glob("iter_*"))
+    (stage,) = (back / FETCHING).iterdir()
+    with pytest.raises(DamagedRoot, match="fetch it again"):
+        real_job(back)  # a start at zero would pass it over
+    before = {path: path.stat().st_ino for path in stage.rglob("*") if path.is_file()}
+    assert len(before) == 3
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckptfsm.cli", "fetch", url, str(back)], timeout=60
+    )
+    assert ended.returncode == 0
+    now = {path.stat().st_ino for path in (back / "iter_0000020").rglob("*")}
+    assert set(before.values()) <= now
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "manifest"])
+def test_a_damaged_copy_is_told_and_nothing_is_published(
+    damage, copied, url, place, tmp_path, capsys
+):
+    """Catches: a digest that is not compared, an object that someone deleted."""
+    name = "iter_0000020/__0_0.distcp"
+    data = place.read(name)
+    if damage == "gone":
+        place.remove(name)
+    elif damage == "manifest":
+        name = f"iter_0000020/{MANIFEST}"
+        data = place.read(name)
+        place.replace(name, data[:-9] + b"x" + data[-8:], data)
+    else:
+        bad = data[:-1] + b"?" if damage == "flipped" else data[:-1]
+        place.put(name, iter([bad]), len(bad), place.digest(name))
+    back = tmp_path / "back"
+    step = ("--step", 20) if damage == "manifest" else ()
+    status, _, err = ran(capsys, "fetch", url, back, *step)
+    assert status == 1
+    assert name in err
+    assert "10" in err, "the next older copy is named"
+    assert not list(back.glob("iter_*"))
+    if damage != "manifest":
+        with pytest.raises(DamagedRoot, match="fetch it again"):
+            real_job(back)
+    said(capsys, "fetch", url, back, "--step", 10)
+    assert contents(back / "iter_0000010") == contents(copied / "iter_0000010")
+    job = real_job(back)
+    crashed(job)
+
+
+def test_a_place_that_cannot_be_reached_or_has_nothing_is_told_apart(tmp_path, capsys):
+    """Catches: "nothing there" of a place that was not asked."""
+    back = tmp_path / "back"
+    status, _, err = ran(capsys, "fetch", tmp_path / "missing", back)
+    assert (status, "is it mounted" in err or "mounted on this host" in err) == (1, True)
+    (tmp_path / "empty").mkdir()
+    status, _, err = ran(capsys, "fetch", tmp_path / "empty", back)
+    assert (status, "has no copy" in err) == (2, True)
+    assert not back.exists()
+    status, _, err = ran(capsys, "fetch", "gopher://x", back)
+    assert (status, "no place for copies is known" in err) == (2, True)
+
+
+def test_a_root_of_another_run_is_refused(copied, url, tmp_path, capsys):
+    """Catches: a root whose copies would go to the place of another run."""
+    other = root_with(tmp_path / "other", 10)
+    carry(place_at(str(tmp_path / "elsewhere"), create=True), other, 10)
+    other.close_root()
+    status, _, err = ran(capsys, "fetch", url, tmp_path / "other", "--step", 20)
+    assert (status, "another run" in err) == (2, True)
+
+
+def test_a_living_owner_is_refused(copied, url, capsys):
+    """Catches: a checkpoint that appears under a job."""
+    job = real_job(copied)
+    assert ran(capsys, "fetch", url, copied)[0] == 3
+    crashed(job)
+
+
+def test_the_latest_is_that_of_the_latest_attempt(copied, place):
+    """Catches: a restart from an abandoned branch, because its steps are higher."""
+    job = real_job(copied)
+    job.coordinator.rollback(10)
+    job.save(15, TREE)
+    carry(place, job.storage, 15)
+    crashed(job)
+    assert choose(place, copies_in(place), None).step == 15
+
+
+def test_a_copy_that_was_begun_is_none(copied, url, place, tmp_path, capsys):
+    """Catches: a claim without a manifest that counts as a copy."""
+    job = real_job(copied)
+    job.save(30, TREE)
+    with pytest.raises(Killed):
+        carry(Counted(place, 6), job.storage, 30)
+    crashed(job)
+    back = tmp_path / "back"
+    assert "step 20 is in service" in said(capsys, "fetch", url, back)
+    again = real_job(back)
+    assert again.save(30, TREE).epoch > 2
+    carry(place, again.storage, 30)
+    crashed(again)
+    status, _, err = ran(capsys, "fetch", url, tmp_path / "third", "--step", 31)
+    assert (status, "available=(10, 20, 30)" in err) == (2, True)
