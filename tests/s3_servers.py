@@ -24,7 +24,6 @@ def environment_for(endpoint: str) -> dict[str, str]:
     """What a user sets for a server that is not Amazon's."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ALLOW_HTTP": "true",
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_REGION": "us-east-1",

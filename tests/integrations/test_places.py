@@ -1,0 +1,263 @@
+"""Copies on real S3 servers: faults on the way, SIGKILL of the carrier, a server that does not conform.
+
+The tests of ``tests/unit/places`` run on the same servers, in the same target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import ran, said
+from copying import carry, contents, copied, is_committed, root_with
+from s3_servers import (
+    Moto,
+    Proxy,
+    Rclone,
+    cuts,
+    flips_a_bit,
+    loses_the_answer,
+    refuses,
+    resets,
+)
+
+from ckptfsm.adapters.posix_storage import digest_of
+from ckptfsm.core.documents import FileEntry, Manifest, Part, encode_sealed
+from ckptfsm.core.errors import ConfigError, PlaceFailed
+from ckptfsm.core.layout import MANIFEST, TRACKER
+from ckptfsm.places.carry import SETTINGS
+from ckptfsm.places.place import place_at
+
+pytestmark = pytest.mark.integration
+SIZES = (20 << 20, (20 << 20) + 1, 5, 0)  # the first two have three parts
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory):
+    with Moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(moto, monkeypatch):
+    with Proxy(moto.endpoint) as between:
+        for name, value in between.environment.items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+@pytest.fixture
+def url(moto, proxy) -> str:
+    return moto.new_bucket() + "/runs/gpt"
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    storage = root_with(tmp_path / "root", 10, 20)
+    yield storage
+    storage.close_root()
+
+
+def large_root(path: Path, *sizes: int) -> Path:
+    """A root with a published step 10, whose files have these sizes. Returns that directory."""
+    step = path / "iter_0000010"
+    for directory in (path, step):
+        (directory / ".ckptfsm").mkdir(parents=True)
+    entries = []
+    for number, size in enumerate(sizes):
+        data = random.Random(number).randbytes(1 << 20) * (size >> 20) + bytes(size % (1 << 20))
+        (step / f"__{number}_0.distcp").write_bytes(data)
+        entries.append(FileEntry(name=f"__{number}_0.distcp", bytes=size, digest=digest_of(data)))
+    manifest = Manifest(
+        step=10, epoch=1, attempt=1, world_size=1, parts=(Part(name="state"),), files=tuple(entries)
+    )
+    (step / MANIFEST).write_bytes(encode_sealed(manifest))
+    return step
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fault"),
+    [
+        ("PUT", "manifest.json", refuses(409, "ConditionalRequestConflict")),
+        ("PUT", "claim.json", refuses(409, "ConditionalRequestConflict")),
+        ("PUT", "manifest.json", loses_the_answer),
+        ("PUT", "claim.json", loses_the_answer),
+        ("PUT", "latest_checkpointed", loses_the_answer),
+        ("PUT", "__0_0", refuses(500, "InternalError")),
+        ("PUT", "__0_0", refuses(503, "SlowDown")),
+        ("PUT", "__1_0", resets),
+        ("GET", "manifest.json", refuses(500, "InternalError")),
+        ("GET", "list-type", resets),
+        ("HEAD", "__0_0", refuses(500, "")),
+    ],
+)
+def test_a_fault_on_the_way_is_outlived(method, path, fault, root, url, proxy):
+    """Catches: S3's 409 taken for an object that is there, a lost answer taken for another's object."""
+    place = place_at(url)
+    proxy.once(method, path, fault)
+    carry(place, root, 10)
+    assert not proxy.rules, "the fault was met"
+    assert copied(place, 10) == contents(Path(root.root, "iter_0000010"))
+
+
+@pytest.mark.parametrize("fault", [cuts, flips_a_bit, resets, refuses(500, "InternalError")])
+def test_a_fault_on_the_way_back_is_outlived(fault, root, url, proxy, tmp_path, capsys):
+    """Catches: half a file, or another bit, that becomes a checkpoint."""
+    carry(place_at(url), root, 20)
+    proxy.once("GET", "__0_0", fault)
+    said(capsys, "fetch", url, tmp_path / "back")
+    assert not proxy.rules
+    assert contents(tmp_path / "back/iter_0000020") == contents(Path(root.root, "iter_0000020"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "ExpiredToken"), (403, "AccessDenied"), (401, "Unauthorized")]
+)
+def test_expired_credentials_are_told_and_nothing_is_lost(
+    status, code, root, url, proxy, tmp_path, capsys
+):
+    """Catches: a refusal that counts as "nothing there"."""
+    carry(place_at(url), root, 10)
+    proxy.once("PUT", "__0_0", refuses(status, code))
+    with pytest.raises(PlaceFailed, match=r"iter_0000020/__0_0"):
+        carry(place_at(url), root, 20)
+    assert not is_committed(place_at(url), 20)
+    proxy.once("GET", "list-type|delimiter", refuses(status, code))
+    status, _, err = ran(capsys, "fetch", url, tmp_path / "back")
+    assert (status, "place_failed" in err) == (1, True), err
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_bucket_that_does_not_exist_is_told(root, url, tmp_path, capsys):
+    """Catches: "no copy" of a bucket whose name is wrong."""
+    with pytest.raises(PlaceFailed, match="no-such-bucket"):
+        carry(place_at("s3://no-such-bucket/run"), root, 10)
+    for command in ("fetch", "ls", "verify"):
+        more = (tmp_path / "back",) if command == "fetch" else ()
+        status, _, err = ran(capsys, command, "s3://no-such-bucket/run", *more)
+        assert (status, "no-such-bucket" in err) == (1, True), (command, err)
+
+
+def test_a_server_that_ignores_conditions(root, tmp_path, monkeypatch, capsys):
+    """Catches: rclone taken for a server on which two jobs are safe."""
+    (tmp_path / "served").mkdir()
+    with Rclone(tmp_path / "served") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        url = server.new_bucket() + "/run"
+        with pytest.raises(ConfigError, match="sole_writer"):
+            carry(place_at(url), root, 20)
+        carry(place_at(url), root, 20, sole_writer=True)
+        assert carry(place_at(url), root, 20, sole_writer=True).sent == 0
+        said(capsys, "fetch", url, tmp_path / "back")
+    assert contents(tmp_path / "back/iter_0000020") == contents(Path(root.root, "iter_0000020"))
+
+
+CARRIER = """
+import os, signal, sys
+from ckptfsm.places import carry, object_store
+real, when, name = object_store.obstore.put, sys.argv[2], sys.argv[3]
+def put(store, path, *arguments, **options):
+    if when == "before" and path.endswith(name): os.kill(os.getpid(), signal.SIGKILL)
+    result = real(store, path, *arguments, **options)
+    if when == "after" and path.endswith(name): os.kill(os.getpid(), signal.SIGKILL)
+    return result
+object_store.obstore.put = put
+carry.carry(sys.argv[1], 10, {})
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+def carrier(step: Path, url: str, when: str = "", name: str = "") -> subprocess.Popen:
+    """A process that copies a directory, killed before or after the put of ``name``."""
+    return subprocess.Popen(
+        [sys.executable, "-c", CARRIER, str(step), when, name],
+        env={**os.environ, SETTINGS: json.dumps({"url": url})},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_carrier_killed_at_any_put_is_gone_on_with(url, tmp_path):
+    """Catches: a copy that another process cannot complete, a manifest before its data."""
+    step, place = large_root(tmp_path / "root", *SIZES), place_at(url)
+    for name in ("probe", "run.json", "claim.json", "__2_0.distcp", "__0_0.distcp", MANIFEST):
+        for when in ("before", "after"):
+            assert carrier(step, url, when, name).wait(60) == -signal.SIGKILL, (when, name)
+            assert is_committed(place, 10) == ((when, name) == ("after", MANIFEST))
+    assert copied(place, 10) == contents(step)
+    assert place.read(TRACKER) is None
+    assert carrier(step, url).wait(60) == 0
+    assert place.read(TRACKER) == b"10\n"
+
+
+def test_two_carriers_at_once_make_one_copy(url, tmp_path):
+    """Catches: two machines that end each other's copy."""
+    step = large_root(tmp_path / "root", *SIZES)
+    both = [carrier(step, url) for _ in range(2)]
+    assert [each.wait(120) for each in both] == [0, 0]
+    assert copied(place_at(url), 10) == contents(step)
+
+
+def test_the_carrier_takes_at_most_256_mib(url, tmp_path):
+    """Catches: a whole file in memory."""
+    step = large_root(tmp_path / "root", 200 << 20, 200 << 20)
+    most, _ = carrier(step, url).communicate(timeout=120)
+    assert int(most) < 256 << 10, f"{int(most) >> 10} MiB"
+
+
+JOB = """
+import json, os, sys
+import torch
+from ckptfsm import CheckpointManager, Job, LatestN, TrainingState
+
+root, last = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(1)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+state = TrainingState(model, optimizer)
+copy = Job(name="copy", command="ckptfsm.places.carry:carry", environment={
+    "CKPTFSM_COPY": json.dumps({"url": os.environ["PLACE"]})})
+with CheckpointManager(root, retention=LatestN(2), save_interval_steps=1, on_tracked=[copy],
+                       jobs_drain_s=60) as ckpts:
+    begun = state.restore(ckpts)
+    for step in range(begun + 1, last + 1):
+        x = torch.randn(4, 8)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ckpts.save(step, state.state_dict()).wait()
+    print(json.dumps([begun, loss.item()]))
+"""
+
+
+def trained(root: Path, last: int, url: str) -> tuple[int, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(root), str(last)],
+        env={**os.environ, "PLACE": url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    begun, loss = json.loads(done.stdout.splitlines()[-1])
+    return begun, loss
+
+
+def test_a_job_goes_on_from_the_bucket_on_an_empty_machine(moto, url, tmp_path, capsys):
+    """Catches: a copy that no start can use, other values, a job that begins at zero."""
+    trained(tmp_path / "first", 3, url)
+    assert is_committed(place_at(url), 3)
+    said(capsys, "fetch", url, tmp_path / "second")
+    begun, loss = trained(tmp_path / "second", 5, url)
+    assert begun == 3
+    assert loss == trained(tmp_path / "whole", 5, moto.new_bucket())[1]
+    assert is_committed(place_at(url), 5), "the new machine copies on"
