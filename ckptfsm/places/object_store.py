@@ -6,6 +6,7 @@ Addresses and credentials come from the environment, as obstore reads it (``AWS_
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ _IN_FLIGHT_BYTES = 32 << 20  # of one file
 _PIECE_BYTES = 4 << 20
 _TRIES = 5
 _PAUSE_S = 0.1
+_XML = re.compile(r"<\?xml.*?\?>")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 
 
@@ -40,7 +42,7 @@ def store_at(url: str) -> Any:
     try:
         return from_url(url, client_options=options, retry_config=retries)
     except (BaseError, ValueError) as error:
-        raise ConfigError(f"{url}: {_first_line(error)}", key="copies", url=url) from error
+        raise ConfigError(f"{url}: {_words_of_store(error)}", key="copies", url=url) from error
 
 
 class ObjectPlace:
@@ -160,7 +162,7 @@ class ObjectPlace:
             if isinstance(error, PlaceFailed) or (missing and isinstance(error, FileNotFoundError)):
                 raise
             raise PlaceFailed(
-                f"{self.where}/{name}: {call}: {_first_line(error)}",
+                f"{self.where}/{name}: {call}: {_words_of_store(error)}",
                 place=self.where,
                 object=name,
                 call=call,
@@ -187,7 +189,7 @@ class _Pieces:
             raise
 
 
-def _first_line(error: BaseException) -> str:
-    """The words of an error of the store: below the first lines it shows its own structures."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return describe(type(error)(" ".join(lines[:1]) or "no reason is told"))
+def _words_of_store(error: BaseException) -> str:
+    """The words of an error of the store, in a line, without the structures that it shows below."""
+    words = _XML.sub("", str(error).partition("Debug source:")[0])
+    return describe(type(error)(" ".join(words.split()) or "no reason is told"))
