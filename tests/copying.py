@@ -23,13 +23,13 @@ class Killed(BaseException):
 
 
 class Counted:
-    """A place that ends its caller at the change with a number, before its effect or after it.
+    """A place that ends its caller after the change with a number.
 
     The changes come one after the other, and after the end there is none: also in another thread.
     """
 
-    def __init__(self, place: CopyPlace, at: int = -1, *, after: bool = True) -> None:
-        self._place, self._at, self._after = place, at, after
+    def __init__(self, place: CopyPlace, at: int = -1) -> None:
+        self._place, self._at = place, at
         self._turn = threading.Lock()
         self.calls: list[str] = []
 
@@ -40,7 +40,7 @@ class Counted:
     def _call(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any:
         with self._turn:
             number = len(self.calls)
-            if 0 <= self._at < number + (not self._after):
+            if 0 <= self._at < number:
                 raise Killed
             self.calls.append(name)
             result = real(*arguments)

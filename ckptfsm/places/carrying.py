@@ -22,16 +22,15 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import xxhash
 
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import (
     MAX_DOCUMENT_BYTES,
@@ -55,7 +54,7 @@ from ckptfsm.core.layout import (
     tracker_text,
 )
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Storage
+from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, lookup, read_document, write_new
 from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.pieces import Pieces, ToRead
@@ -81,20 +80,21 @@ class Carried:
 class Throttle:
     """Lets so many MB pass each second, over all threads; None: any number."""
 
-    def __init__(self, mb_s: float | None) -> None:
+    def __init__(self, mb_s: float | None = None, clock: Clock | None = None) -> None:
         self._rate = mb_s * 1e6 if mb_s is not None else 0.0
+        self._clock = clock if clock is not None else SystemClock()
         self._turn = threading.Lock()
-        self._free_at = time.monotonic()
+        self._free_at = self._clock.monotonic()
 
     def take(self, size: int) -> None:
         """Wait until ``size`` bytes may pass."""
         if not self._rate:
             return
         with self._turn:
-            now = time.monotonic()
+            now = self._clock.monotonic()
             self._free_at = max(self._free_at, now) + size / self._rate
             pause = self._free_at - now
-        time.sleep(pause)
+        self._clock.sleep(pause)
 
 
 def run_of(storage: Storage) -> bytes:
@@ -124,7 +124,7 @@ class Carrier:
     place: CopyPlace
     storage: Storage
     run: bytes
-    throttle: Throttle = field(default_factory=partial(Throttle, None))
+    throttle: Throttle = field(default_factory=Throttle)
     sole_writer: bool = False
 
     def carry(self, name: str) -> Carried:

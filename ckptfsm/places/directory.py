@@ -15,6 +15,7 @@ from pathlib import Path
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import MAX_DOCUMENT_BYTES
 from ckptfsm.core.errors import CkptFsmError, ConfigError, PlaceFailed, describe
+from ckptfsm.core.layout import JOURNAL
 from ckptfsm.disk.durable import (
     TEMPORARY,
     each_file,
@@ -41,11 +42,18 @@ class DirectoryPlace:
     @cached_property
     def _storage(self) -> PosixStorage:
         try:
-            return PosixStorage(self.where, create=self._create)
+            storage = PosixStorage(self.where, create=self._create)
         except ConfigError as error:
             raise PlaceFailed(
                 f"{error.message}: is {self.where} mounted on this host?", place=self.where
             ) from error
+        if self._create and lookup(storage, JOURNAL) is not None:
+            raise ConfigError(
+                f"{self.where} is the root of a job: give its copies another directory",
+                key="copies",
+                url=self.where,
+            )
+        return storage
 
     def names(self) -> list[str]:
         with self._named(""):
