@@ -27,7 +27,8 @@ class CopySettings(BaseModel):
     """Where to copy to, and how: see ``Copy``.
 
     ``limit_mb_s``: megabytes a second, over all files. ``sole_writer``: only this job ever writes to
-    the place, so a server may be used that ignores conditional requests.
+    the place, so a server may be used that ignores conditional requests. ``replaces``: after a
+    rollback, a step that is saved again takes the place of its earlier copy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,6 +36,7 @@ class CopySettings(BaseModel):
     url: Annotated[str, Field(min_length=1)]
     limit_mb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sole_writer: bool = False
+    replaces: bool = False
 
 
 def carry(path: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,6 +61,12 @@ def copy_directory(path: Path, settings: CopySettings) -> None:
     """Copy a published directory of a root. Raises as ``Carrier.carry``."""
     place = place_at(settings.url, create=True)
     with opened_storage(path.parent) as storage:
-        run = run_of(storage)
-        throttle = Throttle(settings.limit_mb_s)
-        Carrier(place, storage, run, throttle, settings.sole_writer).carry(path.name)
+        carrier = Carrier(
+            place,
+            storage,
+            run_of(storage),
+            Throttle(settings.limit_mb_s),
+            settings.sole_writer,
+            settings.replaces,
+        )
+        carrier.carry(path.name)

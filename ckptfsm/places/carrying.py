@@ -16,6 +16,9 @@ the manifest is there with the same bytes, the copy is done.
 A claim without a manifest, of an earlier attempt of the same run, is taken over: its machine is gone,
 and the job has saved the step again. A process of that attempt may still live. It looks at the claim
 before each file, so it stops; a file that it was sending may appear later, and its digest tells.
+
+A copy of an earlier attempt, as after a rollback, stays, unless ``replaces`` is set. Then the manifest
+goes once the claim is the later attempt's: a crash from there on leaves a copy that is not committed.
 """
 
 from __future__ import annotations
@@ -118,7 +121,8 @@ class Carrier:
     """Copies published directories of the root ``storage`` into ``place``, see the module.
 
     ``run``: the root's mark, see ``run_of``. ``sole_writer``: the user promises that no other process
-    writes there, so a server may be used that ignores conditions.
+    writes there, so a server may be used that ignores conditions. ``replaces``: a later attempt of
+    the same run takes the place of a copy.
     """
 
     place: CopyPlace
@@ -126,6 +130,7 @@ class Carrier:
     run: bytes
     throttle: Throttle = field(default_factory=Throttle)
     sole_writer: bool = False
+    replaces: bool = False
 
     def carry(self, name: str) -> Carried:
         """Copy the directory ``name`` of the root.
@@ -146,6 +151,8 @@ class Carrier:
         of = manifest.of
         claim = Claim(step=of.step, epoch=of.epoch, attempt=of.attempt, content=content)
         self._claim_name(name, claim)
+        if self.replaces:
+            self.place.remove(f"{name}/{MANIFEST}")
         todo = self._missing(name, files)
         self._send(name, todo, encode(claim))
         if lost := self._missing(name, files):
@@ -218,7 +225,7 @@ class Carrier:
                 return
             theirs = decode(Claim, there, path)
             committed = self.place.read(f"{name}/{MANIFEST}") is not None
-            if committed or turn(theirs.of) >= turn(own.of):
+            if (committed and not self.replaces) or turn(theirs.of) >= turn(own.of):
                 raise self._taken(name, own.of, theirs.of)
             if self.place.replace(path, data, there):
                 return
@@ -228,7 +235,8 @@ class Carrier:
         where = f"{self.place.where}/{name}"
         return PlaceInUse(
             f"{where} is of attempt {theirs}, and this one is {own}: after a rollback, say, or of a job "
-            f"on another machine. If that copy is not needed any more, remove {where}",
+            f"on another machine. If that copy is not needed any more, remove {where}, or set "
+            "replaces=True",
             place=self.place.where,
             object=name,
             step=own.step,

@@ -144,6 +144,23 @@ def test_a_committed_copy_of_another_attempt_is_refused_with_the_way_out(root, p
     assert copied(place, 20) == before
 
 
+def test_a_copy_is_replaced_if_that_is_asked_for(root, place):
+    """Catches: a copy of two attempts, a manifest whose files are being written over."""
+    carry(place, root, 20)
+    before = copied(place, 20)
+    saved_again(Path(root.root), 20)
+    after = contents(directory(root, 20))
+    with pytest.raises(Killed):
+        carry(Counted(place, 3), root, 20, replaces=True)  # the claim is this attempt's
+    assert copied(place, 20) == before
+    for number in (3, 4):  # the manifest is gone, a file is sent
+        with pytest.raises(Killed):
+            carry(Counted(place, number), root, 20, replaces=True)
+        assert not is_committed(place, 20)
+    carry(place, root, 20, replaces=True)
+    assert copied(place, 20) == after
+
+
 def test_the_tracker_follows_the_later_attempt_also_to_a_smaller_step(root, place):
     """Catches: a tracker that names a step of an abandoned branch for ever."""
     carry(place, root, 20)
