@@ -151,7 +151,7 @@ class Carrier:
         of = manifest.of
         claim = Claim(step=of.step, epoch=of.epoch, attempt=of.attempt, content=content)
         self._claim_name(name, claim)
-        if self.replaces:
+        if self.replaces and self.place.read(f"{name}/{MANIFEST}") not in (None, data):
             self.place.remove(f"{name}/{MANIFEST}")
         todo = self._missing(name, files)
         self._send(name, todo, encode(claim))
