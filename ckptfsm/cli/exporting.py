@@ -15,9 +15,11 @@ from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
 from ckptfsm.core.metrics import text_of
-from ckptfsm.disk.overview import look, read_records
+from ckptfsm.disk.job_records import read_records
+from ckptfsm.disk.journal import entered_at
+from ckptfsm.disk.overview import look
 from ckptfsm.views.chrome_trace import chrome_trace
-from ckptfsm.views.listing import adopted_contents
+from ckptfsm.views.listing import adopted_contents, lags_of
 from ckptfsm.views.metrics import metrics_of
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
@@ -73,14 +75,15 @@ def export(
         raise typer.BadParameter("choose a format: --prometheus")
     root = place or root
     with opened(root) as storage:
-        overview = look(storage)
+        overview, now = look(storage), SystemClock().unix()
         metrics = metrics_of(
             overview,
             read_lives(storage),
-            SystemClock().unix(),
+            now,
             storage.free_bytes(),
             read_records(storage),
             adopted_contents(storage, overview),
+            lags_of(overview, entered_at(storage, overview.history), now),
         )
     text = text_of(metrics, {"root": clean(overview.root)})
     if output is None:

@@ -21,15 +21,19 @@ from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import why_damaged
+from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.journal import entered_at, read_history
-from ckptfsm.disk.overview import Overview, look, read_records
+from ckptfsm.disk.overview import Overview, look
 from ckptfsm.views.listing import (
     adopted_contents,
     as_json,
+    lag_lines,
+    lags_of,
     lines_of,
     lines_of_step,
     missed_lines,
     rows_of,
+    states_of_holds,
     tree_lines,
 )
 from ckptfsm.views.log import JournalTail
@@ -151,6 +155,7 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
         put([f"and {len(rows) - len(shown)} older ones"])
     if height is None:
         put(missed_lines(overview, jobs))
+        put(lag_lines(lags_of(overview, since, SystemClock().unix())))
 
 
 def show(step: Step, place: Place = None, root: Root = HERE) -> None:
@@ -234,6 +239,7 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
         overview.owner.may_live,
         overview.rules(),
         _damaged(storage, overview, step),
+        {step: ", ".join(states_of_holds(overview, read_records(storage), step))},
     )
     lines = []
     for checkpoint in found:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TypeVar
 
 from ckptfsm.adapters.notices import say
@@ -77,6 +78,7 @@ from ckptfsm.disk.inspection import (
     read_tracker,
     reader_leases,
 )
+from ckptfsm.disk.job_records import JobHolds
 from ckptfsm.disk.journal import History, JournalWriter, folded
 from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.publishing import Publisher
@@ -116,8 +118,8 @@ class NewsQueue:
 
 
 class Applier:
-    """See the module. ``open_journal`` first; ``close_journal`` last. ``records_policy``: see
-    ``CoordinatorOptions``.
+    """See the module. ``open_journal`` first; ``close_journal`` last. ``holds`` and ``records_policy``:
+    see ``CoordinatorOptions``.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Applier:
         news: NewsQueue,
         retention: Policy,
         *,
+        holds: Mapping[str, int] = MappingProxyType({}),
         records_policy: bool = True,
     ) -> None:
         self.ledger = Ledger()
@@ -144,6 +147,8 @@ class Applier:
         self._ownership = ownership
         self._retention = retention
         self._records_policy = records_policy
+        self._holds = holds
+        self._jobs = JobHolds(storage, holds)
         self._journal = JournalWriter(storage, ownership.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0
@@ -172,6 +177,9 @@ class Applier:
         if history.seals:  # first: a killed process may have left its last record unsynced
             self._make_durable(history.seals[-1])
         self.ledger = history.ledger
+        if not self._records_policy:  # nobody but the trainer says what its jobs hold
+            self._holds = history.holds
+            self._jobs = JobHolds(self._storage, self._holds)
         self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
         checkpoints = sorted(history.ledger.checkpoints.values(), key=attrgetter("id"))
         self._journal.open(
@@ -188,6 +196,7 @@ class Applier:
                 begun_afresh=history.intent.begun_afresh,
                 layout=self.layout.name,
                 retention=record_of(self._retention) if self._records_policy else history.retention,
+                holds=dict(self._holds),
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
         )
@@ -540,7 +549,17 @@ class Applier:
             self.post(offer)
 
     def to_prune(self) -> list[Superseded]:
-        """The pruning events of the checkpoints that no policy, pin or reader keeps."""
+        """The pruning events of the checkpoints that no policy, pin, reader or job keeps."""
+        preserved = self._preserved()  # first: it reads the ledger's protection anew
+        return self.ledger.to_prune(preserved)
+
+    def held_alone(self) -> list[Superseded]:
+        """The offers of the checkpoints that would be pruned, if no job held them."""
+        preserved = self._preserved()
+        return [o for o in self.ledger.offers(preserved) if o.kept_by == ("job",)]
+
+    def _preserved(self) -> Collection[int]:
+        """The steps that the policy keeps. All that protects others is read anew."""
         self.reread_protection()
         try:
             preserved: Collection[int] = self._retention.preserve(describe_tracked(self.ledger))
@@ -548,13 +567,14 @@ class Applier:
         except Exception as error:  # a user's policy failed: nothing is deleted
             said = f"the retention policy failed, and all is kept: {describe(error)}"
             say(log.exception, "retention_policy_failed", said, error=describe(error))
-            return []
-        return self.ledger.to_prune(preserved)
+            return {c.step for c in self.ledger.in_state(State.TRACKED)}
+        return preserved
 
     def reread_protection(self) -> None:
-        """Read pins and readers' leases anew from disk."""
+        """Read pins, readers' leases and the records of jobs anew from disk."""
         leases = reader_leases(self._storage)
-        self.ledger = self.ledger.protected(pinned_steps(self._storage), leases.values())
+        held = self._jobs.of_steps(self.ledger)
+        self.ledger = self.ledger.protected(pinned_steps(self._storage), leases.values(), held)
 
     def pin(self, step: int, reason: str) -> None:
         """Keep ``step`` until its pin is removed, durably."""

@@ -79,7 +79,8 @@ class CoordinatorOptions:
     """The settings of a coordinator. Times are in seconds of monotonic time.
 
     ``root_wait_s``: the longest wait for a root that another process holds. ``records_policy``: False
-    for a command, whose policy is not the trainer's.
+    for a command, whose policy is not the trainer's. ``holds``: the ``every`` of each job that holds its
+    checkpoints, by name; a command has those that the last trainer recorded.
     """
 
     retention: Policy = field(default_factory=KeepAll)
@@ -90,6 +91,7 @@ class CoordinatorOptions:
     layout: Layout = MEGATRON
     root_wait_s: float = ROOT_WAIT_S
     records_policy: bool = True
+    holds: Mapping[str, int] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -197,6 +199,7 @@ class Coordinator:
             self._layout,
             self.news,
             options.retention,
+            holds=options.holds,
             records_policy=options.records_policy,
         )
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
@@ -479,6 +482,13 @@ class Coordinator:
             if not self.retention_waits():
                 self._applier.try_retention()
 
+    def job_ended(self) -> None:
+        """Learn that a job has ended, for which a step may have stayed. See ``retention_waits``."""
+        with self._guarded("job_ended"):
+            self._applier.check_epoch()
+            if not self.retention_waits():
+                self._applier.try_retention()
+
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a tracked checkpoint: those of its save, and those that came later."""
         with self._guarded("metrics"):
@@ -495,7 +505,7 @@ class Coordinator:
         return self._readers.steps
 
     def steps_to_prune(self) -> list[int]:
-        """The steps that no policy, pin or reader keeps: the next pruning takes them."""
+        """The steps that no policy, pin, reader or job keeps: the next pruning takes them."""
         with self._guarded("steps_to_prune"):
             return [offer.of.step for offer in self._applier.to_prune()]
 

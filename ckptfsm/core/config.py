@@ -315,6 +315,16 @@ class CheckpointConfig(BaseModel):
         return self
 
     @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All that runs after a checkpoint is tracked."""
+        return self.on_tracked
+
+    @property
+    def holds(self) -> dict[str, int]:
+        """The ``every`` of each job that holds its checkpoints, by name."""
+        return {job.name: job.every for job in self.jobs if job.hold}
+
+    @property
     def saves_again(self) -> int:
         """The number of retries of a failed save, each at a later step."""
         return self.on_failure if isinstance(self.on_failure, int) else 0

@@ -229,7 +229,10 @@ class Answered(Document):
 
 
 class JobState(Enum):
-    """The state of a job of ``on_tracked`` for a checkpoint. The last three are final."""
+    """The state of a job of ``on_tracked`` for a checkpoint. The last three are final.
+
+    Of a job that holds its checkpoint, only ``done`` is.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -289,7 +292,8 @@ class SegmentOpened(Document):
     """First record of a segment: the process, the sealed older segments, and the ledger at that
     time.
 
-    ``retention`` is for display, see ``retention.record_of``. Nothing is decided by it.
+    ``retention`` is for display, see ``retention.record_of``. Nothing is decided by it. ``holds``: the
+    ``every`` of each job that holds its checkpoints, by name. A command keeps them, too.
     """
 
     type: Literal["segment_opened"] = "segment_opened"
@@ -306,6 +310,7 @@ class SegmentOpened(Document):
     begun_afresh: bool = False
     layout: str = MEGATRON.name
     retention: Mapping[str, Any] = Field(default_factory=dict)
+    holds: dict[JobName, Number] = {}
     checkpoints: tuple[CheckpointRecord, ...]
 
 

@@ -24,7 +24,8 @@ class Surroundings:
 
     ``pins`` are the reasons of pins by step, ``readers`` the numbers of reader leases by step.
     ``owned``: the owner of the root lives, or may live on another host. ``rules`` are those of the
-    recorded policy, by step. ``damaged``: why a tracked step is not whole at its name.
+    recorded policy, by step. ``damaged``: why a tracked step is not whole at its name. ``held``: the
+    jobs that hold a step and are not done, each with its state, in words.
     """
 
     ledger: Ledger
@@ -34,10 +35,12 @@ class Surroundings:
     owned: bool
     rules: Mapping[int, str] = field(default_factory=dict)
     damaged: Mapping[int, str] = field(default_factory=dict)
+    held: Mapping[int, str] = field(default_factory=dict)
 
 
 def kept_by(ledger: Ledger) -> dict[AttemptId, tuple[str, ...]]:
-    """The reasons that keep each tracked checkpoint: ``latest``, ``pin``, ``reader``, ``retention``.
+    """The reasons that keep each tracked checkpoint: ``latest``, ``pin``, ``reader``, ``job``,
+    ``retention``.
 
     The owner alone applies the policy. So a tracked checkpoint that nothing else keeps is kept by the
     policy, or the owner has not applied the policy yet.
@@ -163,6 +166,7 @@ def _its_end(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
         f"To end that: ckptfsm unpin {step}",
         "reader": f"It is kept by {facts.readers.get(step, 0)} reader lease(s). A lease ends when its "
         "reader gives it back, or some time after the reader has died.",
+        "job": f"It is kept until these jobs are done: {facts.held.get(step, '')}.",
         RETENTION: _by_policy(step, facts),
     }
     return [told[reason] for reason in reasons]

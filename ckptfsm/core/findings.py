@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
+from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
+from ckptfsm.core.jobs import turn
 from ckptfsm.core.layout import JOURNAL, parse_aside, segment_name
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
@@ -52,6 +54,7 @@ class Situation:
     - ``failed``: the saves of the newest run that failed since it tracked one, in words.
     - ``lost_segments``: files of the journal that are sealed, and gone.
     - ``strangers``: files in the directory of a tracked step that its manifest does not list, by step.
+    - ``jobs``: the records of jobs. ``held``: the jobs that hold each step, and are not done.
     """
 
     ledger: Ledger
@@ -68,6 +71,8 @@ class Situation:
     forked: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     newest_segment: int = 0
+    jobs: tuple[JobRecord, ...] = ()
+    held: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -82,6 +87,12 @@ _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
 _PUT_FILE_BACK = "put that file back before any start, if a copy has it; see the runbook"
 _MEND = "mend what the error names, then see in ckptfsm ls that a step is tracked"
+_MEND_JOB = "mend what the error names, then run the job for that step by hand"
+_MEND_HELD = (
+    "mend what the error names: the job is tried again within an hour, and at the next start"
+)
+_NOT_MISSED = "run the job by hand while the step is there; to miss none, give it hold=True"
+_BEHIND = "see in ckptfsm show what the job waits for; without an owner it waits for the next start"
 _WAIT = "nothing now, the job lives: its next save and start repair this"
 _ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
 # Nothing starts and nothing is repaired beside a living job.
@@ -133,6 +144,7 @@ def examine(facts: Situation) -> list[Finding]:
         *_of_names(facts),
         *_of_the_host(facts),
         *_of_failures(facts),
+        *_of_jobs(facts),
     ]
     if facts.owner.ownership is Ownership.LIVES:
         found = [
@@ -211,6 +223,29 @@ def _of_failures(facts: Situation) -> Iterator[Finding]:
     since = f"since step {latest.step}, the latest" if latest is not None else "and none is tracked"
     words = f"{many} save{'s' if many > 1 else ''} failed {since}; the last was {facts.failed[-1]}"
     yield Finding("saves-failing", _BROKEN if many > 1 else _NOTE, words, _MEND)
+
+
+def _of_jobs(facts: Situation) -> Iterator[Finding]:
+    """The jobs that failed, were missed, or hold several steps: each once, with its newest step."""
+    by_job: dict[tuple[str, JobState], list[JobRecord]] = {}
+    for record in sorted(facts.jobs, key=lambda each: turn(each.of)):
+        by_job.setdefault((record.job, record.state), []).append(record)
+    for (job, state), records in sorted(by_job.items(), key=lambda each: each[0][0]):
+        newest, many = records[-1], len(records)
+        steps = f"{many} step{'s' if many > 1 else ''}, the last was step {newest.step}"
+        if state is JobState.FAILED:
+            held = any(job in jobs for jobs in facts.held.values())
+            words = f"the job {job} failed for {steps}: {newest.reason}"
+            remedy = _MEND_HELD if held else _MEND_JOB
+            yield Finding("job-failed", _NOTE, words, remedy, newest.step)
+        elif state is JobState.MISSED:
+            words = f"the job {job} was missed for {steps}: {newest.reason}"
+            yield Finding("job-missed", _NOTE, words, _NOT_MISSED, newest.step)
+    for job in sorted({job for jobs in facts.held.values() for job in jobs}):
+        steps_held = [step for step, jobs in facts.held.items() if job in jobs]
+        if len(steps_held) > 1:  # one is that of the newest checkpoint, as a rule
+            words = f"the job {job} holds {len(steps_held)} steps, from step {min(steps_held)} on"
+            yield Finding("steps-held", _NOTE, words, _BEHIND, min(steps_held))
 
 
 def _of_the_tracker(facts: Situation) -> Iterator[Finding]:

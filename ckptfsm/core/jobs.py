@@ -1,7 +1,8 @@
 """Jobs that run after a checkpoint is tracked (``on_tracked``): settings, and all decisions about them.
 
 Each job has a record for each checkpoint. One that waits or runs ends as done, failed or missed, so
-no checkpoint is passed over silently.
+no checkpoint is passed over silently. A job that holds its checkpoints takes all of them, however long
+its queue is, and tries those again that failed: the steps stay until it is done.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Task(BaseModel):
     timeout_s: Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)] = 3600.0
     every: Annotated[int, Field(ge=1)] = 1
     queue: Annotated[int, Field(ge=1, le=1000)] = 8
+    hold: bool = False
 
 
 class Job(Task):
@@ -53,6 +55,8 @@ class Job(Task):
     - ``timeout_s``: an attempt that takes longer is killed, and has failed.
     - ``every``: only steps that are multiples of it.
     - ``queue``: checkpoints that may wait; with 1 a slow job takes the newest.
+    - ``hold``: no checkpoint is pruned before the job is done for it, and all of them wait. After
+      ``attempts`` it goes on with the others, and comes back after the longest pause.
     - ``environment``: variables of the process, beside the trainer's.
 
     Raises ``ConfigError`` for bad values.
@@ -105,22 +109,23 @@ def settle(
     jobs: Sequence[Task],
     records: Iterable[JobRecord],
     checkpoints: Mapping[AttemptId, Checkpoint],
-    busy: JobRecord | None = None,
+    busy: Collection[JobRecord] = (),
     saved: Collection[AttemptId] = (),
     *,
     epoch: int = 0,
 ) -> Settled:
-    """Compare the records with the checkpoints of the ledger. ``busy`` is left as it is.
+    """Compare the records with the checkpoints of the ledger. ``busy`` are left as they are.
 
     ``saved``: attempts that were tracked at some time, and may be gone since. ``epoch``: the owner's. A
-    new job begins with the newest that it found, and takes all that it saved since.
+    new job begins with the newest that it found, and takes all that it saved since; one that holds takes
+    all that are there.
     """
     before = {key_of(each): each for each in records}
-    untouched = None if busy is None else key_of(busy)
+    untouched = {key_of(each) for each in busy}
     configured = {job.name: job for job in jobs}
     after = {
         key: record
-        if key == untouched
+        if key in untouched
         else _fate(record, checkpoints.get(record.of), configured.get(record.job))
         for key, record in before.items()
     }
@@ -136,7 +141,9 @@ def settle(
     waiting = [
         each
         for key, each in after.items()
-        if each.state is JobState.WAITING and key != untouched and _is_tracked(each, checkpoints)
+        if each.state is JobState.WAITING
+        and key not in untouched
+        and _is_tracked(each, checkpoints)
     ]
     return Settled(
         tuple(each for key, each in after.items() if before.get(key) != each),
@@ -191,6 +198,8 @@ def _new_ones(
         ours = {of for of in saved if of.epoch == epoch}  # adopted ones are not among the saved
         found = [of for of in due if of in tracked and of not in ours]
         new = [*found[-1:], *(of for of in due if of in ours)]
+    if job.hold:  # those from before it was configured, too
+        new = [of for of in due if of in new or (of in tracked and (of, job.name) not in records)]
     return [_fate(first_record(of, job.name), checkpoints.get(of), job) for of in new]
 
 
@@ -206,13 +215,15 @@ def first_record(of: AttemptId, job: str, reason: str = "") -> JobRecord:
     )
 
 
-def _too_many(job: Task, records: Iterable[JobRecord], busy: Key | None) -> list[JobRecord]:
+def _too_many(job: Task, records: Iterable[JobRecord], busy: Collection[Key]) -> list[JobRecord]:
     """The oldest of those that wait, missed, if more wait than the queue takes."""
+    if job.hold:
+        return []
     waiting = sorted(
         (
             each
             for each in records
-            if each.job == job.name and each.state is JobState.WAITING and key_of(each) != busy
+            if each.job == job.name and each.state is JobState.WAITING and key_of(each) not in busy
         ),
         key=lambda each: turn(each.of),
     )
@@ -231,22 +242,37 @@ def _to_forget(gone: Sequence[JobRecord], records: Sequence[JobRecord]) -> list[
     ]
 
 
-def begin_again(jobs: Sequence[Task], records: Iterable[JobRecord]) -> list[JobRecord]:
+def begin_again(
+    jobs: Sequence[Task],
+    records: Iterable[JobRecord],
+    checkpoints: Mapping[AttemptId, Checkpoint],
+) -> list[JobRecord]:
     """The records that change when a new process begins: those that an earlier process left running.
 
-    Such a job waits again, or has failed if that was its last attempt.
+    Such a job waits again, or has failed if that was its last attempt. One that holds its checkpoint
+    waits again until it is done.
     """
     configured = {job.name: job for job in jobs}
     changed = []
     for record in records:
         job = configured.get(record.job)
+        if job is not None and job.hold and _is_tracked(record, checkpoints):
+            if record.state not in (JobState.DONE, JobState.WAITING):
+                changed.append(waits_again(record))
+            continue
         if record.state in _ENDED or job is None:
             continue
         if record.begun >= job.attempts:
             changed.append(_with(record, JobState.FAILED, record.reason or _INTERRUPTED))
         elif record.state is JobState.RUNNING:
-            changed.append(_with(record, JobState.WAITING, _INTERRUPTED))
+            changed.append(waits_again(record))
     return changed
+
+
+def waits_again(record: JobRecord) -> JobRecord:
+    """The record of a job that did not end as done, and is to be tried again."""
+    interrupted = record.state is JobState.RUNNING
+    return _with(record, JobState.WAITING, _INTERRUPTED if interrupted else record.reason)
 
 
 def begun(record: JobRecord) -> JobRecord:
@@ -276,6 +302,8 @@ def missed(record: JobRecord, reason: str) -> JobRecord:
 def pause_s(job: Task, attempts: int) -> float:
     """Seconds from a failed attempt to the next, after so many attempts."""
     longest = max(job.backoff_s, _LONGEST_PAUSE_S)
+    if job.hold and attempts >= job.attempts:
+        return longest
     return min(longest, job.backoff_s * 2.0 ** min(attempts - 1, 30))
 
 

@@ -73,12 +73,13 @@ class Ledger:
     """The checkpoints with files to look after, and the steps protected from pruning.
 
     ``pins`` are the steps pinned by a person or by adoption, ``readers`` the steps leased by a
-    reader.
+    reader, ``held`` those of a job that holds them and is not done.
     """
 
     checkpoints: Mapping[AttemptId, Checkpoint] = field(default_factory=_nothing)
     pins: frozenset[int] = frozenset()
     readers: frozenset[int] = frozenset()
+    held: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------- questions
 
@@ -128,6 +129,7 @@ class Ledger:
             "latest": latest <= step,
             "pin": step in self.pins,
             "reader": step in self.readers,
+            "job": step in self.held,
             "retention": step in preserved,
         }
         kept_by = tuple(name for name, holds in reasons.items() if holds)
@@ -211,9 +213,11 @@ class Ledger:
         after = with_metrics(of, self.checkpoints.get(of), metrics)
         return replace(self, checkpoints=MappingProxyType({**self.checkpoints, of: after}))
 
-    def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
-        """The same ledger with pins and reader leases as they were just read from disk."""
-        return replace(self, pins=frozenset(pins), readers=frozenset(readers))
+    def protected(
+        self, pins: Collection[int], readers: Collection[int], held: Collection[int] = ()
+    ) -> Ledger:
+        """The same ledger with pins, leases and unfinished jobs as they were just read from disk."""
+        return replace(self, pins=frozenset(pins), readers=frozenset(readers), held=frozenset(held))
 
 
 def with_metrics(

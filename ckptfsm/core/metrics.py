@@ -109,6 +109,12 @@ OWNER_STATE = Family(
 )
 CHECKPOINTS = Family("ckptfsm_checkpoints", "Checkpoints of the journal, by state.", "state")
 JOBS = Family("ckptfsm_jobs", "Records of the jobs of on_tracked, by state.", "state")
+HELD = Family(
+    "ckptfsm_held_checkpoints", "Checkpoints that a job holds, as it is not done for them.", "job"
+)
+HELD_AGE = Family(
+    "ckptfsm_held_oldest_seconds", "Seconds since the oldest of these was tracked.", "job"
+)
 
 _IN_BOTH = (
     LATEST_STEP,
@@ -120,7 +126,7 @@ _IN_BOTH = (
     FAILURES,
     FREE_BYTES,
 )
-IN_EXPORT = (*_IN_BOTH, OWNER_ALIVE, OWNER_STATE, CHECKPOINTS, JOBS)
+IN_EXPORT = (*_IN_BOTH, OWNER_ALIVE, OWNER_STATE, CHECKPOINTS, JOBS, HELD, HELD_AGE)
 IN_TRAINER = (*_IN_BOTH, LATEST_STALL, STALL, TRACKED, REFUSED, UNPOLLED)
 
 

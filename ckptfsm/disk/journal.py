@@ -127,6 +127,7 @@ class History:
     - ``since``: the time when an attempt entered its state, as journaled. For display. Empty for an
       attempt that has not moved since the snapshot of the newest segment.
     - ``retention``: the record of the newest owner's policy; empty if there is none.
+    - ``holds``: the ``every`` of each of its jobs that hold their checkpoints, by name.
     - ``failed``: the saves of the newest run that failed since it tracked one, in words. For display.
       Those that a start gave up for a dead run are not among them.
     - ``missing``: the files of sealed segments that are gone. Nothing that decides is in them.
@@ -144,6 +145,7 @@ class History:
     retention: PolicyRecord = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    holds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def discarded(self) -> frozenset[AttemptId]:
@@ -396,6 +398,7 @@ def _replay(
         MappingProxyType({of: c.at for of, c in checkpoints.items() if c.at}),
         opened.retention,
         failed=tuple(failed.values()),
+        holds=opened.holds,
     )
 
 

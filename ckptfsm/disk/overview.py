@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptfsm.adapters.identity import is_stopped, this_process
-from ckptfsm.core.documents import Holder, JobRecord, Pin, decode
+from ckptfsm.core.documents import Holder, Pin, decode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
-from ckptfsm.core.jobs import first_record
-from ckptfsm.core.layout import JOBS, LAYOUTS, MEGATRON, PRIVATE, TRACKER, Layout, parse_job
+from ckptfsm.core.layout import LAYOUTS, MEGATRON, PRIVATE, TRACKER, Layout
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Identity, Storage
@@ -27,19 +26,20 @@ from ckptfsm.disk.inspection import (
     reader_leases,
     unnamed_checkpoints,
 )
+from ckptfsm.disk.job_records import JobHolds
 from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import holder_lives, is_elsewhere, newest_epoch, read_holder
 
-_RECORD_BYTES = 1 << 16  # of a pin, or of a job
-_UNREADABLE = "its record could not be read"
+_PIN_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
     """A root at about one moment.
 
-    - ``ledger``: the checkpoints, with the steps that pins and reader leases keep.
+    - ``ledger``: the checkpoints, with the steps that pins, reader leases and jobs keep.
     - ``pins``: the reason of each pin, by step. ``readers``: the number of reader leases, by step.
+    - ``held``: the jobs that hold each step, and are not done.
     - ``unknown``: published names that no checkpoint of the journal explains.
     - ``missing``: the tracked steps without a directory at their name.
     """
@@ -54,6 +54,7 @@ class Overview:
     readers: Mapping[int, int]
     unknown: tuple[str, ...]
     missing: frozenset[int] = frozenset()
+    held: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def rules(self) -> dict[int, str]:
         """The rules of the newest owner's policy that keep each step, in words."""
@@ -79,18 +80,20 @@ def look(storage: Storage) -> Overview:
         )
     pins = {step: _reason_of(storage, path) for step, path in pinned_steps(storage).items()}
     readers = Counter(reader_leases(storage).values())
+    held = JobHolds(storage, history.holds).of_steps(history.ledger)
     known = {c.step for c in history.ledger.checkpoints.values() if _has_its_name(c)}
     return Overview(
         storage.root,
         layout,
         history,
-        history.ledger.protected(pins.keys(), readers.keys()),
+        history.ledger.protected(pins, readers, held),
         read_tracker(storage),
         owner_of(storage),
         pins,
         readers,
         tuple(name for name, step in published.items() if step not in known),
         _missing(storage, history, frozenset(published.values())),
+        held,
     )
 
 
@@ -149,27 +152,6 @@ def _reason_of(storage: Storage, path: str) -> str:
         found = lookup(storage, path)
         if found is None or found.kind != "file":
             return ""
-        return decode(Pin, storage.read(path, _RECORD_BYTES), path).reason
+        return decode(Pin, storage.read(path, _PIN_BYTES), path).reason
     except (DamagedRoot, FileNotFoundError):
         return ""
-
-
-def read_records(storage: Storage) -> list[JobRecord]:
-    """All records of jobs, in no order. Raises ``NewerSchema`` or ``OSError``.
-
-    One that cannot be read counts as one that waits, by its name: its job then runs again.
-    """
-    named = {name: key for name in list_names(storage, JOBS) if (key := parse_job(name))}
-    found = []
-    for name, data in storage.read_each(JOBS, list(named), _RECORD_BYTES) if named else ():
-        of, job = named[name]
-        try:
-            record = decode(JobRecord, data, f"{JOBS}/{name}")
-        except NewerSchema:
-            raise
-        except DamagedRoot:
-            record = None
-        if record is None or (record.of, record.job) != (of, job):
-            record = first_record(of, job, _UNREADABLE)
-        found.append(record)
-    return found

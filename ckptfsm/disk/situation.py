@@ -18,6 +18,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery import Plan, Resume, plan
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inspection import gather_evidence, read_manifest
+from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.journal import History
 from ckptfsm.disk.overview import Overview
 from ckptfsm.disk.verification import strangers_in
@@ -75,6 +76,8 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         processes.forked,
         overview.history.failed,
         overview.history.newest_epoch,
+        tuple(read_records(storage)),
+        overview.held,
     )
 
 

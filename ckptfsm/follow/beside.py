@@ -11,16 +11,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from ckptfsm.adapters.job_process import why_not_found
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.spawn import Spawned, import_path
 from ckptfsm.core.config import CheckpointConfig
-from ckptfsm.core.documents import JobState
+from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import ConfigError, describe
+from ckptfsm.core.jobs import Job
 from ckptfsm.core.ports import Storage
 from ckptfsm.follow.jobs import JobOrder
 from ckptfsm.follow.runner import FollowPlan, Message, Stop, Trouble
@@ -36,6 +38,7 @@ _WORDS = {
     JobState.FAILED: ("job_failed", "failed after {} attempts"),
     JobState.WAITING: ("job_tried_again", "failed, and is tried again"),
 }
+_STAYS = "its step stays, and it is tried again later"
 _RENEWALS = 4  # of a lease before it would expire
 
 
@@ -44,20 +47,39 @@ def renewal_s(config: CheckpointConfig) -> float:
     return min(60.0, config.reader_timeout_s / _RENEWALS)
 
 
+def require_commands(jobs: Sequence[Job]) -> None:
+    """Look for the command of each job. Raises ``ConfigError`` for one that is not found."""
+    for job in jobs:
+        function = job.command if isinstance(job.command, str) else ""
+        program = () if isinstance(job.command, str) else job.command
+        path = {**os.environ, **job.environment}.get("PATH", os.defpath)
+        if why := why_not_found(function, program, path):
+            raise ConfigError(
+                f"the job {job.name} cannot run: {why}", key="on_tracked", job=job.name
+            )
+
+
 class JobsBeside:
     """The jobs of a root, run by a process beside this one.
 
+    ``job_ended`` is called on the thread of this object, if jobs hold their steps: one more may go then.
     Raises ``ConfigError`` for a storage that no other process can use.
     """
 
-    def __init__(self, config: CheckpointConfig, storage: Storage, epoch: int) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        storage: Storage,
+        epoch: int,
+        job_ended: Callable[[], object] = lambda: None,
+    ) -> None:
         self._fds = [os.dup(fd) for fd in storage.descriptors()[:1]]
         if not self._fds:
             raise ConfigError("on_tracked needs a root on a disk", key="on_tracked")
         self._order = JobOrder(
             storage.root,
-            FollowPlan(epoch, config.layout, config.on_tracked, "job-", renewal_s(config)),
-            config.on_tracked,
+            FollowPlan(epoch, config.layout, config.jobs, "job-", renewal_s(config)),
+            config.jobs,
             tuple(import_path()),
             str(Path.cwd()),
             ignored=tuple(
@@ -67,6 +89,7 @@ class JobsBeside:
             ),
         )
         self._end_s = config.exit_timeout_s
+        self._holds, self._job_ended = config.holds, job_ended
         self._changed = threading.Condition()
         self._stopped: Stop | None = None
         self._process: Spawned | None = None
@@ -154,19 +177,25 @@ class JobsBeside:
                     process.send(self._stopped)
             while (status := process.exitcode()) is None:
                 for message in process.listen(_LISTEN_S):
-                    tell(message)
+                    self._hear(message)
                 if not process.is_open:
                     time.sleep(0.01)
             for message in process.listen(0.0):
-                tell(message)
+                self._hear(message)
             return status
         finally:
             process.kill()
             process.close()
 
+    def _hear(self, message: Message) -> None:
+        tell(message, self._holds)
+        ended = isinstance(message, JobRecord) and message.state is not JobState.WAITING
+        if ended and self._holds:  # any of the jobs: it may have had a lease
+            self._job_ended()
 
-def tell(message: Message) -> None:
-    """Write what a runner told into the log."""
+
+def tell(message: Message, holds: Collection[str] = ()) -> None:
+    """Write what a runner told into the log. ``holds``: the jobs that hold their checkpoints."""
     if isinstance(message, Trouble):
         said = f"the jobs wait: {message.words}"
         say(log.warning, "jobs_wait", said, error=message.words)
@@ -178,4 +207,5 @@ def tell(message: Message) -> None:
     if message.state is JobState.DONE:
         say(log.info, event, said, **facts)
     else:
-        say(log.warning, event, f"{said}: {why}", error=why, **facts)
+        stays = f" ({_STAYS})" if message.state is JobState.FAILED and job in holds else ""
+        say(log.warning, event, f"{said}{stays}: {why}", error=why, **facts)

@@ -22,7 +22,7 @@ from ckptfsm.core.layout import JOBS, job_name
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import make_dirs, put
-from ckptfsm.disk.overview import read_records
+from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.trash import remove_marker, sweep_temporaries
 from ckptfsm.follow.runner import FollowPlan, Records, Runner
 

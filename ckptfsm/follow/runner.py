@@ -1,7 +1,8 @@
-"""A follower that runs a work for each tracked checkpoint, one at a time, with retries and a record.
+"""A follower that runs its tasks for each tracked checkpoint, with retries and a record.
 
-``core.jobs`` has all decisions, among them the order and the queue. Each checkpoint ends as done, failed
-or missed, and ``tell`` gets it, at least once: an attempt without a record of its end is made again.
+Each task has a queue of its own, and takes one checkpoint at a time. ``core.jobs`` has all decisions,
+among them the order and the queue. Each checkpoint ends as done, failed or missed, and ``tell`` gets it,
+at least once: an attempt without a record of its end is made again.
 
 A record is durable before the state that it names begins. So a crash after the lease leaves a lease that
 the next runner removes, and a crash after the record leaves an attempt that counts. A lease is held from
@@ -11,7 +12,7 @@ the first attempt until the last one's record is durable.
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,6 +33,7 @@ from ckptfsm.core.jobs import (
     missed,
     pause_s,
     settle,
+    waits_again,
 )
 from ckptfsm.core.layout import (
     EPOCHS,
@@ -128,7 +130,7 @@ Message = JobRecord | Trouble  # a record: an attempt failed, or a task ended
 
 @dataclass(slots=True)
 class _Busy:
-    """The task that runs, or waits for its next attempt.
+    """A task that runs, or waits for its next attempt.
 
     ``outcome``: the record to put when the attempt has ended.
     """
@@ -167,7 +169,8 @@ class Runner(Follower):
         self._waiting: tuple[JobRecord, ...] = ()
         self._held: dict[AttemptId, ReaderLease] = {}
         self._renew_at = 0.0
-        self._busy: _Busy | None = None
+        self._busy: dict[str, _Busy] = {}  # by the name of the task
+        self._again_at: dict[Key, float] = {}  # of those that hold their step and have failed
         self._look_at = 0.0
         self._trouble = self._told = ""
         self._changed = True  # the ledger or a record, since the last decision
@@ -177,7 +180,7 @@ class Runner(Follower):
     @property
     def idle(self) -> bool:
         """True if nothing runs or waits, as the last look showed."""
-        return self._begun and self._busy is None and not self._waiting and not self._trouble
+        return self._begun and not self._busy and not self._waiting and not self._trouble
 
     def serve(self, channel: Channel, messages: Sequence[object] = ()) -> None:
         """Work until the owner says ``Stop``, or another one has the root. ``messages`` came earlier."""
@@ -226,37 +229,34 @@ class Runner(Follower):
             self._told = ""
 
     def end(self) -> None:
-        """Kill the attempt that runs; its checkpoint waits for the next owner."""
-        busy = self._busy
-        if busy is not None:
-            self._kill()
+        """Kill the attempts that run; their checkpoints wait for the next owner."""
+        for busy in self._busy.values():
+            _kill(busy)
+        for busy in self._busy.values():
             record = busy.outcome or given_back(busy.record)
             self.records[key_of(record)] = record
             self._store.put(record)
         self.leave()
 
     def leave(self) -> None:
-        """Kill the attempt that runs, and let go of all steps. The records are another owner's."""
-        self._kill()
-        self._busy = None
+        """Kill the attempts that run, and let go of all steps. The records are another owner's."""
+        while self._busy:
+            _kill(self._busy.popitem()[1])
         with ExitStack() as leases:  # each, also if others raise
             while self._held:
                 leases.push(self._held.popitem()[1])
 
-    def _kill(self) -> None:
-        if self._busy is not None and self._busy.attempt is not None:
-            self._busy.attempt.kill()
-
     def _wait(self, channel: Channel, until: float | None) -> None:
         times = [self._look_at, *([self._renew_at] if self._held else [])]
-        watched, busy = [channel.fileno()], self._busy
+        watched = [channel.fileno()]
         if until is not None:
             times.append(until)
-        if busy is not None and busy.attempt is not None:
-            times.append(busy.ends_at)
-            watched += busy.attempt.watched()
-        elif busy is not None and busy.outcome is None:
-            times.append(busy.not_before)
+        for busy in self._busy.values():
+            if busy.attempt is not None:
+                times.append(busy.ends_at)
+                watched += busy.attempt.watched()
+            elif busy.outcome is None:
+                times.append(busy.not_before)
         waiting = select.poll()
         for fd in watched:
             waiting.register(fd, select.POLLIN)
@@ -297,9 +297,9 @@ class Runner(Follower):
             if parse_reader(name) is not None and nonce.startswith(f"{OWN}{self._plan.leases}"):
                 remove_marker(self._storage, f"{READERS}/{name}")
         self.records = records
-        for changed in begin_again(self._plan.tasks, records.values()):
-            self._put(changed)
         self._read(self._storage, read_tracker(self._storage).step)
+        for changed in begin_again(self._plan.tasks, records.values(), self._checkpoints):
+            self._put(changed)
         self._begun = True
 
     def _read(self, storage: Storage, named: int | None) -> None:
@@ -321,12 +321,11 @@ class Runner(Follower):
         return min(last.values(), default=self._plan.epoch)
 
     def _settle(self) -> None:
-        busy = self._busy
         found = settle(
             self._plan.tasks,
             self.records.values(),
             self._checkpoints,
-            busy.record if busy is not None else None,
+            [busy.record for busy in self._busy.values()],
             self._saved,
             epoch=self._plan.epoch,
         )
@@ -337,26 +336,38 @@ class Runner(Follower):
             self._store.remove(record)
             del self.records[key_of(record)]
         self._waiting = found.waiting
-        if busy is not None and not is_there(self._checkpoints.get(busy.record.of)):
-            self._withdraw(busy)
-        used = {each.of for each in (*self._waiting, *([busy.record] if busy is not None else []))}
-        for of in self._held.keys() - used:
+        for busy in self._busy.values():
+            if not is_there(self._checkpoints.get(busy.record.of)):
+                self._withdraw(busy)
+        waiting = {each.of for each in self._waiting}
+        for of in self._held.keys() - waiting - self._in_use():
             self._let_go(of)
+
+    def _in_use(self) -> set[AttemptId]:
+        return {busy.record.of for busy in self._busy.values()}
 
     def _put(self, record: JobRecord) -> None:
         """Make a record durable, and tell the owner of an end or a failure."""
+        self._announce(self._record(record))
+
+    def _record(self, record: JobRecord) -> JobRecord:
         self._changed = True
         stamped = record.model_copy(update={"at": self._clock.wall()})
         self._store.put(stamped)
         self.records[key_of(record)] = stamped
+        return stamped
+
+    def _announce(self, record: JobRecord) -> None:
         failed = record.state is JobState.WAITING and bool(record.reason)
         if failed or record.state in (JobState.DONE, JobState.FAILED, JobState.MISSED):
-            self._tell(stamped)
+            self._tell(record)
 
     # ------------------------------------------------------------------------------------- leases
 
     def due(self) -> Sequence[Checkpoint]:
-        of_all = dict.fromkeys(each.of for each in self._waiting if each.of not in self._held)
+        keeps = self._plan.keeps_waiting
+        wanted = [each for each in self._waiting if keeps or each.job not in self._busy]
+        of_all = dict.fromkeys(each.of for each in wanted if each.of not in self._held)
         found = [self._checkpoints.get(of) for of in of_all]
         return [each for each in found if each is not None and each.state is State.TRACKED]
 
@@ -387,16 +398,17 @@ class Runner(Follower):
             try:
                 lease.renew()
             except StepNotFoundError:  # rolled back, or found damaged: the journal will tell
-                if self._busy is not None and self._busy.record.of == of:
-                    self._withdraw(self._busy)
-                else:
+                if of not in self._in_use():
                     self._let_go(of)
+                for busy in self._busy.values():
+                    if busy.record.of == of:
+                        self._withdraw(busy)
             except OSError as error:  # the others are to be renewed, too
                 self.refuse(error)
 
     def _withdraw(self, busy: _Busy) -> None:
         if busy.outcome is None:
-            self._kill()
+            _kill(busy)
             busy.attempt, busy.outcome = None, missed(busy.record, _WITHDRAWN)
 
     # ------------------------------------------------------------------------------------ attempts
@@ -405,12 +417,23 @@ class Runner(Follower):
         if now >= self._renew_at:
             self._renew_at = now + self._plan.renew_s
             self._renew()
-        keeps = self._plan.keeps_waiting
-        if keeps or (self._busy is None and not self._held):
-            self._take_up(all_of_them=keeps)
-        busy = self._busy
-        if busy is None:
-            return
+        self._try_again(now)
+        self._take_up()
+        for busy in list(self._busy.values()):
+            self._attend_to(busy, now)
+
+    def _try_again(self, now: float) -> None:
+        """Let those wait again that have failed, hold their step, and have paused."""
+        paused = [key for key, at in self._again_at.items() if now >= at]
+        for key in paused:
+            record = self.records.get(key)
+            if record is not None and is_there(self._checkpoints.get(record.of)):
+                self._put(waits_again(record))
+            del self._again_at[key]
+        if paused:
+            self._settle()
+
+    def _attend_to(self, busy: _Busy, now: float) -> None:
         rests = busy.outcome is None and busy.attempt is None
         if rests and now >= busy.not_before:
             busy.not_before = self._after_trouble()  # should the disk refuse it
@@ -420,18 +443,21 @@ class Runner(Follower):
         if busy.outcome is not None:
             self._finish(busy, busy.outcome, now)
 
-    def _take_up(self, *, all_of_them: bool) -> None:
-        """Lease what waits, the first or all, and let the first one with a lease begin."""
+    def _take_up(self) -> None:
+        """Let each task that rests begin with the first that can be leased, or is by another task."""
         while (lease := self.take(self._storage)) is not None:
             of = parse_attempt(lease.attempt)
             assert of is not None
             self._held[of] = lease
-            if not all_of_them:
-                break
+            self._begin_with([of])
+        self._begin_with(self._held)
+
+    def _begin_with(self, leased: Collection[AttemptId]) -> None:
         for record in self._waiting:
-            if self._busy is None and record.of in self._held:
-                self._busy = _Busy(self._tasks[record.job], record)
-                self._waiting = tuple(each for each in self._waiting if each != record)
+            if record.job not in self._busy and record.of in leased:
+                self._busy[record.job] = _Busy(self._tasks[record.job], record)
+        taken = [busy.record for busy in self._busy.values()]
+        self._waiting = tuple(each for each in self._waiting if each not in taken)
 
     def _start(self, busy: _Busy, now: float) -> None:
         path = self._path_of(busy.record)
@@ -465,11 +491,23 @@ class Runner(Follower):
             busy.attempt, busy.outcome = None, after_attempt(busy.record, busy.task, problem)
 
     def _finish(self, busy: _Busy, outcome: JobRecord, now: float) -> None:
-        self._put(outcome)
+        recorded = self._record(outcome)
         busy.record, busy.outcome = outcome, None
         self._look_at, self._settled = 0.0, None  # it may have reported metrics, for the next one
         if outcome.state is JobState.WAITING:
             busy.not_before = now + pause_s(busy.task, outcome.begun)
+            self._announce(recorded)
             return
-        self._busy = None
-        self._let_go(outcome.of)
+        if outcome.state is JobState.FAILED and busy.task.hold:
+            self._again_at[key_of(outcome)] = now + pause_s(busy.task, outcome.begun)
+        del self._busy[busy.task.name]
+        try:
+            if outcome.of not in self._in_use():
+                self._let_go(outcome.of)
+        finally:  # not before: the owner looks at once whether the step may go
+            self._announce(recorded)
+
+
+def _kill(busy: _Busy) -> None:
+    if busy.attempt is not None:
+        busy.attempt.kill()

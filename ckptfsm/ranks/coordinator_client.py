@@ -8,9 +8,11 @@ counts as unanswered. So the next exchange tells everything that an interrupt de
 from __future__ import annotations
 
 import logging
+import queue
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -222,6 +224,13 @@ class CoordinatorClient:
         if coordinator is not None and executor is not None:
             self.on_reports(events)
             executor.submit(partial(coordinator.report, events))
+
+    def job_ended(self) -> None:
+        """At rank 0: tell that a job has ended, for which a step may have stayed; from any thread."""
+        coordinator, executor = self._coordinator, self._executor
+        if coordinator is not None and executor is not None:
+            with suppress(queue.Full):  # the next save applies retention
+                executor.submit(coordinator.job_ended)
 
     def give_back(self, value: Any) -> None:
         """At rank 0: give back the lease in an answer that its asker will not see."""

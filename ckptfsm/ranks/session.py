@@ -39,7 +39,7 @@ from ckptfsm.core.ports import Identity, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import RecoveryReport
-from ckptfsm.follow.beside import JobsBeside
+from ckptfsm.follow.beside import JobsBeside, require_commands
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import (
     Answer,
@@ -120,14 +120,16 @@ class Session:
         answer = Answer()
         if self.rank == 0:
             try:
+                require_commands(self.config.jobs)
                 self._storage = self._ports.open_storage(True)
                 identity = self._ports.identity()
                 coordinator = self._make_coordinator(self._storage, identity)
                 self._client.start(coordinator, self._ports.executor())
                 report = self._client.ask(Coordinator.open)
                 view = self._client.ask(_view_of)
-                if self.config.on_tracked:
-                    self._jobs = JobsBeside(self.config, self._storage, report.epoch)
+                if self.config.jobs:
+                    job_ended = self._client.job_ended
+                    self._jobs = JobsBeside(self.config, self._storage, report.epoch, job_ended)
                 root = OpenedRoot(self._storage.root, report.epoch, identity)
                 shared = (report, view, root, self.config.of_all_ranks())
                 answer = Answer(shared, update=self._client.collect())
@@ -211,6 +213,7 @@ class Session:
                 config.reader_timeout_s,
                 layout=LAYOUTS[config.layout],
                 root_wait_s=min(ROOT_WAIT_S, config.effect_timeout_s / 2),
+                holds=config.holds,
             ),
             finishers=driver.finishers,
             provenance=driver.provenance(),

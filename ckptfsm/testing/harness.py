@@ -141,8 +141,8 @@ FINISHERS: Mapping[str, PartFinisher] = MappingProxyType(
 class FakeJob:
     """A run of a trainer: a coordinator and the writers of ``ranks`` ranks, all on one thread.
 
-    ``cannot``: parts that the last rank begins to write and cannot. ``acknowledged`` collects the
-    steps that were reported as tracked to the trainer.
+    ``cannot``: parts that the last rank begins to write and cannot. ``holds``: of the options.
+    ``acknowledged`` collects the steps that were reported as tracked to the trainer.
     """
 
     storage: Storage
@@ -154,6 +154,7 @@ class FakeJob:
     clock: SimClock = field(default_factory=SimClock)
     cannot: frozenset[str] = frozenset()
     layout: Layout = MEGATRON
+    holds: Mapping[str, int] = field(default_factory=dict)
     acknowledged: list[int] = field(default_factory=list)
     records: list[TransitionRecord] = field(default_factory=list)
 
@@ -163,7 +164,11 @@ class FakeJob:
             clock=self.clock,
             identity=self.identity,
             options=CoordinatorOptions(
-                self.retention, self.resume, self.takeover, layout=self.layout
+                self.retention,
+                self.resume,
+                self.takeover,
+                layout=self.layout,
+                holds=self.holds,
             ),
             finishers=FINISHERS,
             provenance={"ckptfsm": "test"},

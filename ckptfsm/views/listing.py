@@ -177,6 +177,57 @@ def missed_lines(overview: Overview, jobs: Sequence[JobRecord]) -> list[str]:
     ]
 
 
+def states_of_holds(overview: Overview, jobs: Sequence[JobRecord], step: int) -> list[str]:
+    """The jobs that hold a step and are not done, each with its state and its last error."""
+    checkpoint = overview.ledger.at(step)
+    told = {each.job: each for each in jobs if checkpoint is not None and each.of == checkpoint.id}
+    found = []
+    for name in overview.held.get(step, ()):
+        record = told.get(name)
+        if record is None:
+            found.append(f"{name} (not begun)")
+            continue
+        attempts = f" after {record.begun} attempts" if record.begun > 1 else ""
+        why = f": {record.reason}" if record.reason else ""
+        found.append(f"{name} ({state_of_job(overview, record)}{attempts}{why})")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class JobLag:
+    """How far a job lags that holds its checkpoints: the steps, and the seconds since the oldest of
+    them was tracked; None if no record tells.
+    """
+
+    job: str
+    steps: tuple[int, ...]
+    oldest_s: float | None
+
+
+def lags_of(overview: Overview, since: Mapping[AttemptId, str], now: float) -> list[JobLag]:
+    """The lag of each job that holds checkpoints. ``since``, ``now``: see ``rows_of``."""
+    found = []
+    for name in sorted(overview.history.holds):
+        held = [
+            c
+            for c in overview.ledger.in_state(State.TRACKED)
+            if name in overview.held.get(c.step, ())
+        ]
+        ages = [age for c in held if (age := _age(since.get(c.id, ""), now)) is not None]
+        found.append(JobLag(name, tuple(c.step for c in held), max(ages, default=None)))
+    return found
+
+
+def lag_lines(lags: Sequence[JobLag]) -> list[str]:
+    """A line for each job that holds steps."""
+    return [
+        f"the job {lag.job} holds {len(lag.steps)} step{'s' if len(lag.steps) > 1 else ''}"
+        + (f", the oldest for {format_duration(lag.oldest_s)}" if lag.oldest_s is not None else "")
+        for lag in lags
+        if lag.steps
+    ]
+
+
 def _row(
     overview: Overview, checkpoint: Checkpoint, age_s: float | None, reasons: tuple[str, ...]
 ) -> ListedStep:

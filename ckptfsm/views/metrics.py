@@ -13,7 +13,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.metrics import Metric
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
-from ckptfsm.views.listing import AdoptedContents
+from ckptfsm.views.listing import AdoptedContents, JobLag
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import parse_time, place
 
@@ -35,10 +35,11 @@ def metrics_of(
     free_bytes: int,
     jobs: Sequence[JobRecord] = (),
     adopted: Mapping[AttemptId, AdoptedContents] = MappingProxyType({}),
+    lags: Sequence[JobLag] = (),
 ) -> list[Metric]:
     """The metrics of a root. ``now`` is in seconds since 1970.
 
-    ``adopted``: what the directories of adopted checkpoints tell.
+    ``adopted``: what the directories of adopted checkpoints tell. ``lags``: those of jobs that hold.
     """
     states = Counter(c.state.value for c in overview.ledger.checkpoints.values())
     # Failed attempts in the segments that the journal still has.
@@ -52,6 +53,8 @@ def metrics_of(
         names.CHECKPOINTS.each(states),
         names.FAILURES.each(Counter(life.reason for life in failed)),
         names.JOBS.each(Counter(job.state.value for job in jobs)),
+        names.HELD.each({lag.job: len(lag.steps) for lag in lags}),
+        names.HELD_AGE.each({lag.job: lag.oldest_s or 0.0 for lag in lags}),
         *_latest(overview, lives, now, adopted),
     ]
     return [metric for metric in found if metric.values]

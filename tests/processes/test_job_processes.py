@@ -33,6 +33,8 @@ class Told(logging.Handler):
     def emit(self, record):
         if record.event.startswith("job"):
             print(record.event, getattr(record, "step", ""), flush=True)
+        elif record.event == "transition" and record.record.dest.value == "pruned":
+            print("pruned", record.record.step, flush=True)
 logging.getLogger("ckptfsm").addHandler(Told())
 logging.getLogger("ckptfsm").setLevel("INFO")
 config = make_config({"retention": {"latest_n": 1}, **json.loads(sys.argv[2])})
@@ -76,6 +78,12 @@ class Trainer:
         assert self.process.stdin is not None
         print(step, file=self.process.stdin, flush=True)
         self.hear(f"saved {step}")
+
+    def close(self) -> None:
+        """Let it close its manager, without waiting for that."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.stdin = None
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -159,6 +167,41 @@ def test_F2_a_trainer_that_is_killed_ends_its_job_and_the_next_begins_it_again(t
     assert "the job export was missed for step 2: its checkpoint was pruned before its turn" in out
     assert "job export: interrupted" in said(capsys, "show", "4", "-r", tmp_path / "root")
     assert "jobs of on_tracked" in said(capsys, "tree", "-r", tmp_path / "root")
+
+
+HOLDS = {"job": {"hold": True, "queue": 1}}
+
+
+def test_I7_nothing_is_pruned_before_the_job_that_holds_it_is_done(tmp_path, capsys):
+    """Catches: a checkpoint without a copy, as retention or the queue was faster than the upload, or as
+    its trainer was killed; one that stays for ever after its job is done.
+    """
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "go")
+    with training(tmp_path, HELD, **HOLDS) as first:
+        first.hear("open None")
+        for step in (1, 2, 3):
+            first.save(step)
+        assert begun(tmp_path)[0] == 1
+        assert published(tmp_path) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+        (tmp_path / "go").write_text("on\n")
+        first.hear("pruned 1")  # while the trainer computes
+        _, pid, _ = begun(tmp_path)
+        first.kill()
+        assert is_gone(pid)
+    refused = said(capsys, "prune", "2", "--dry-run", "-r", tmp_path / "root")
+    assert refused.endswith("job\n")
+    with training(tmp_path, HELD, jobs_drain_s=LIMIT_S, **HOLDS) as second:
+        second.hear("open 3")
+        second.save(4)
+        assert published(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004"]
+        second.close()
+        for step in (2, 3, 4):
+            assert begun(tmp_path)[0] == step
+            (tmp_path / "go").write_text("on\n")
+        assert second.process.wait(LIMIT_S) == 0
+    assert published(tmp_path) == ["iter_0000004"]
+    assert (tmp_path / "done").read_text().split() == ["1", "2", "3", "4"]
 
 
 def test_close_waits_for_no_job(tmp_path):

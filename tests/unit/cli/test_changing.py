@@ -121,6 +121,22 @@ def test_a_dry_run_on_a_dead_root_uses_the_recorded_policy(tmp_path, capsys):
     assert refused[0] == 2 and "give --keep-latest" in refused[2]
 
 
+def test_I7_a_command_prunes_nothing_that_a_job_of_the_trainer_holds(tmp_path, capsys):
+    """Catches: a person who prunes a dead root, and a second one, of what was not copied yet."""
+    real_root(tmp_path, 10, 20, 30, 40, parts=TREE, holds={"copy": 20})
+    held, other = (
+        ("prune", "20", "--apply", "-r", tmp_path),
+        ("prune", "10", "--apply", "-r", tmp_path),
+    )
+    for _ in range(2):
+        status, _, err = ran(capsys, *held)
+        assert status == 3 and "step 20 is kept by: job" in err
+        said(capsys, "pin", "30", "-r", tmp_path)  # its segment must have the job, too
+    assert "pruned: 10" in said(capsys, *other)
+    told = said(capsys, "prune", "--keep-latest", "1", "--dry-run", "-r", tmp_path)
+    assert told == "nothing to prune: everything is kept\n"
+
+
 def test_a_command_leaves_the_policy_of_the_trainer_recorded(tmp_path, capsys):
     """Catches: an unpin after which nothing tells that the step is to be deleted."""
     job = real_job(tmp_path, retention=LatestN(2))

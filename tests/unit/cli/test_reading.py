@@ -219,6 +219,37 @@ def test_ls_show_and_tree_tell_the_states_of_jobs(tmp_path, capsys, monkeypatch)
     assert "jobs/  jobs of on_tracked, by attempt and name" in said(capsys, "tree", "-r", tmp_path)
 
 
+def test_the_steps_that_a_job_holds_are_told_by_ls_explain_doctor_and_export(tmp_path, capsys):
+    """Catches: a disk that fills up behind a job that fails, and no command that tells."""
+    real_root(tmp_path, 10, 20, 30, retention=LatestN(1), holds={"copy": 1, "export": 100})
+    first, second = AttemptId(10, 1, 1), AttemptId(20, 1, 2)
+    with_jobs(
+        tmp_path,
+        (first, "copy", JobState.FAILED, 3, "exit status 1: no credentials"),
+        (second, "copy", JobState.DONE, 1, ""),
+        (AttemptId(5, 1, 9), "export", JobState.MISSED, 0, "its checkpoint was pruned"),
+    )
+    told = said(capsys, "ls", "-r", tmp_path).splitlines()
+    assert told[3].endswith("copy: failed  job") and told[-1].startswith(
+        "the job copy holds 2 steps"
+    )
+    assert "latest, job" in told[5]
+    explained = said(capsys, "explain", "10", "-r", tmp_path)
+    words = "copy (failed after 3 attempts: exit status 1: no credentials)"
+    assert f"It is kept until these jobs are done: {words}." in explained
+    assert "done: copy (not begun)." in said(capsys, "explain", "30", "-r", tmp_path)
+    found = said(capsys, "doctor", "-r", tmp_path)
+    assert "note: the job copy failed for 1 step, the last was step 10: exit status 1" in found
+    assert "the job is tried again within an hour" in found
+    assert "note: the job export was missed for 1 step, the last was step 5: its check" in found
+    assert "note: the job copy holds 2 steps, from step 10 on" in found
+    text = said(capsys, "export", "--prometheus", "-r", tmp_path)
+    assert f'ckptfsm_held_checkpoints{{root="{tmp_path}",job="copy"}} 2.0' in text
+    assert f'ckptfsm_held_oldest_seconds{{root="{tmp_path}",job="export"}} 0.0' in text
+    (age,) = [each for each in text.splitlines() if "held_oldest" in each and '"copy"' in each]
+    assert float(age.split()[-1]) > 0
+
+
 def test_a_job_of_a_living_owner_runs(tmp_path, capsys):
     job = real_job(tmp_path)
     job.save(10)

@@ -224,11 +224,11 @@ def test_a_prunable_one_may_come_back_and_waits_out_of_turn():
 def test_the_job_that_runs_is_left_alone():
     """Catches: two processes for a job, and a record that is missed while its job runs."""
     busy = record(1, J.RUNNING, begun=1)
-    found = settle((EXPORT,), [busy, record(2)], ledger(2), busy)
+    found = settle((EXPORT,), [busy, record(2)], ledger(2), [busy])
     assert (found.put, found.removed) == ((), ())
     assert told(found.waiting) == [(2, "export", "waiting")]
     retried = record(1, J.WAITING, begun=1)
-    assert settle((EXPORT,), [retried], ledger(1), retried).waiting == ()
+    assert settle((EXPORT,), [retried], ledger(1), [retried]).waiting == ()
 
 
 def test_a_job_that_is_no_longer_configured_is_missed():
@@ -255,7 +255,7 @@ def test_a_slow_job_misses_the_oldest():
     assert told(found.put) == [(1, "export", "missed"), (2, "export", "missed")]
     assert found.put[0].reason == "newer checkpoints came before its turn"
     assert told(found.waiting) == [(3, "export", "waiting"), (4, "export", "waiting")]
-    found = settle((job,), known, ledger(1, 2, 3, 4), busy=known[0])
+    found = settle((job,), known, ledger(1, 2, 3, 4), busy=known[:1])
     assert told(found.put) == [(2, "export", "missed")], "the one that runs does not wait"
     assert settle((job,), known[:2], ledger(1, 2)).put == ()
 
@@ -264,6 +264,46 @@ def test_a_queue_is_that_of_its_job():
     job = Job(name="export", command="a:b", queue=1)
     known = [record(1), record(1, job=UPLOAD), record(2, J.DONE), record(2, job=UPLOAD)]
     assert settle((job, UPLOAD), known, ledger(1, 2)).put == ()
+
+
+# ------------------------------------------------------------------------------------ jobs that hold
+
+COPY = Job(name="copy", command="a:b", hold=True, queue=1)
+
+
+def test_I7_a_job_that_holds_takes_all_that_are_there_and_misses_none():
+    """Catches: a step that no record names, and that is held for ever; a full queue that misses one."""
+    assert told(settle((COPY,), (), ledger(1, 2, 3)).put) == [
+        (n, "copy", "waiting") for n in (1, 2, 3)
+    ]
+    known = [record(2, J.DONE, COPY)]
+    found = settle((COPY,), known, ledger(1, 2, 3), saved=[at(3), at(4)])
+    assert told(found.put) == [
+        (1, "copy", "waiting"),
+        (3, "copy", "waiting"),
+        (4, "copy", "missed"),
+    ], "4 was withdrawn: nothing else takes it"
+    every = Job(name="copy", command="a:b", hold=True, every=2)
+    assert told(settle((every,), (), ledger(1, 2, 3)).put) == [(2, "copy", "waiting")]
+
+
+def test_I7_a_job_that_holds_begins_again_until_it_is_done():
+    """Catches: a step that is held by a record that nobody takes up again."""
+    states = (J.WAITING, J.RUNNING, J.FAILED, J.MISSED, J.DONE)
+    known = [record(n, state, COPY, begun=5, reason="x") for n, state in enumerate(states, 1)]
+    known.append(record(9, J.MISSED, COPY))
+    found = begin_again((COPY,), known, ledger(*range(1, 6)))
+    assert told(found) == [(n, "copy", "waiting") for n in (2, 3, 4)]
+    assert [each.reason for each in found] == [
+        "its process was ended during the last attempt",
+        "x",
+        "x",
+    ]
+    assert all(each.begun == 5 for each in found)
+
+
+def test_a_job_that_holds_comes_back_after_the_longest_pause():
+    assert [pause_s(COPY, n) for n in (1, 2, 3, 4)] == [30.0, 60.0, 3600.0, 3600.0]
 
 
 # --------------------------------------------------------------------------------- what is forgotten
@@ -305,7 +345,7 @@ def test_a_job_that_was_interrupted_begins_again_until_its_attempts_are_used_up(
         record(5, J.DONE, begun=3),
         record(6, J.RUNNING, UPLOAD, begun=1),
     ]
-    found = begin_again((EXPORT,), known)
+    found = begin_again((EXPORT,), known, ledger(*range(1, 7)))
     assert told(found) == [
         (1, "export", "waiting"),
         (2, "export", "failed"),

@@ -175,9 +175,9 @@ def test_parts_that_can_live_together():
 
 def test_I7_kept_by_names_everything_that_keeps():
     """Catches: a protection that is not looked at, or is not named to people."""
-    ledger = tracked(100, 200, 300).protected(pins=[100], readers=[100, 200])
+    ledger = tracked(100, 200, 300).protected(pins=[100], readers=[100, 200], held=[100])
     one, two, three = ledger.in_state(S.TRACKED)
-    assert ledger.superseded(one, [100]).kept_by == ("pin", "reader", "retention")
+    assert ledger.superseded(one, [100]).kept_by == ("pin", "reader", "job", "retention")
     assert ledger.superseded(two, ()).kept_by == ("reader",)
     assert ledger.superseded(three, ()).kept_by == ("latest",)
     for step in (0, 1, 100):
@@ -187,7 +187,7 @@ def test_I7_kept_by_names_everything_that_keeps():
 
 def test_I7_prunable_offers_only_unkept_steps():
     """Catches: the latest, pinned, leased or preserved offered for pruning."""
-    ledger = tracked(100, 200, 300, 400, 500).protected(pins=[200], readers=[300])
+    ledger = tracked(100, 200, 300, 350, 400, 500).protected([200], readers=[300], held=[350])
     offers = ledger.to_prune([400])
     assert offers == [m.Superseded(at(100), 500, ())]
     assert tracked(100).to_prune(()) == []
@@ -304,7 +304,7 @@ def test_I5_a_duplicate_shard_is_rejected_and_bytes_count_once():
 
 def test_protected_replaces_the_steps_read_before():
     """Catches: a released pin or lease that protects for ever."""
-    ledger = tracked(1, 2).protected([1], [1]).protected([2], [])
+    ledger = tracked(1, 2).protected([1], [1], [1]).protected([2], [])
     assert ledger.pins == {2} and ledger.readers == frozenset()
 
 

@@ -2,18 +2,69 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.jobs import Job
 from ckptfsm.follow import beside
-from ckptfsm.follow.beside import JobsBeside
+from ckptfsm.follow.beside import JobsBeside, require_commands
 from ckptfsm.follow.runner import Stop
 
 LIMIT_S = 60.0
 CONFIG = {"on_tracked": [{"name": "export", "command": "a:b"}]}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("no_such_module:run", "there is no module 'no_such_module'"),
+        ("ckptfsm.follow.nothing:run", "there is no module 'ckptfsm.follow.nothing'"),
+        ("json.decoder.more:run", "there is no module 'json.decoder.more'"),
+        ("ckptfsm.follow.beside:nothing", "'ckptfsm.follow.beside' has no function 'nothing'"),
+        (("no-such-program", "{path}"), "there is no program 'no-such-program'"),
+        (("/etc/passwd",), "there is no program '/etc/passwd'"),
+    ],
+)
+def test_F28_a_command_that_is_not_there_is_refused_at_the_start(command, words):
+    """Catches: a job that fails at its first checkpoint, hours after the start, for a typing error."""
+    with pytest.raises(ConfigError, match=words) as raised:
+        require_commands([Job(name="export", command=command)])
+    assert raised.value.facts == {"key": "on_tracked", "job": "export"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ckptfsm.follow.beside:require_commands",
+        "json:decoder.JSONDecoder",
+        "os.path:exists",
+        "math:sqrt",
+        "zipfile:main",
+        ("sh", "-c", "exit 1"),
+        ("{path}/run",),
+        (sys.executable,),
+    ],
+)
+def test_F28_a_command_that_is_there_is_taken_and_not_imported(command):
+    """Catches: a start that imports a user's exporter, with all that it needs, into the trainer."""
+    before = set(sys.modules)
+    require_commands([Job(name="export", command=command)])
+    assert set(sys.modules) <= before
+
+
+def test_F28_a_program_is_looked_for_where_its_job_looks(tmp_path):
+    program = tmp_path / "uploader"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    job = {"name": "export", "command": ("uploader",)}
+    require_commands([Job(**job, environment={"PATH": str(tmp_path)})])
+    with pytest.raises(ConfigError, match="there is no program 'uploader'"):
+        require_commands([Job(**job)])
 
 
 class Dying:
