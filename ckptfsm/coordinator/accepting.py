@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.applier import Applier
-from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
+from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes, why_refused
 from ckptfsm.core.errors import NoRoom, SaveRefused, StepExistsError
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
@@ -83,11 +83,15 @@ def _make_room(applier: Applier, storage: Storage, request: SaveRequest, proven:
     tracked = applier.ledger.in_state(State.TRACKED)
     same = [c.shard_bytes for c in tracked if [part.name for part in c.parts] == names]
     needed = predict_bytes(request.expected_bytes, same)
-    free, to_prune = _free_bytes(applier, storage, needed), 0
-    if free < needed:  # retention is asked only if need be
+    space = Space(needed, _free_bytes(applier, storage, needed), 0, proven)
+    if space.free < needed:  # retention is asked only if need be
         gone = {offer.of for offer in applier.to_prune()}
-        to_prune = sum(c.shard_bytes for c in tracked if c.id in gone)
-    space = Space(needed, free, to_prune, proven)
+        held = {offer.of for offer in applier.held_alone()}
+        space = replace(
+            space,
+            to_prune=sum(c.shard_bytes for c in tracked if c.id in gone),
+            held=sum(c.shard_bytes for c in tracked if c.id in held),
+        )
     answer = decide_admission(space)
     if answer is Admission.PRUNE_FIRST:
         said = f"step {request.step}: {space.free} bytes are free, not {space.needed}: pruned first"
@@ -97,10 +101,11 @@ def _make_room(applier: Applier, storage: Storage, request: SaveRequest, proven:
         answer = decide_admission(space)
     if answer is Admission.REFUSE:
         raise NoRoom(
-            f"the checkpoint needs about {space.needed} bytes, {space.free} are free",
+            why_refused(space),
             step=request.step,
             bytes_needed=space.needed,
             bytes_free=space.free,
+            bytes_held=space.held,
             file=storage.root,
         )
 

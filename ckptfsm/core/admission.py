@@ -27,6 +27,7 @@ class Admission(Enum):
 class Space:
     """The facts that decide, in bytes. ``to_prune``: of the tracked checkpoints that nothing keeps.
 
+    ``held``: of those that nothing keeps but jobs which are not done; it decides nothing.
     ``proven``: this run wrote the newest tracked one, or verified its digests.
     """
 
@@ -34,6 +35,7 @@ class Space:
     free: int
     to_prune: int
     proven: bool
+    held: int = 0
 
 
 def predict_bytes(expected: int, earlier: Sequence[int]) -> int:
@@ -51,3 +53,11 @@ def decide_admission(space: Space) -> Admission:
         return Admission.ADMIT
     enough = space.to_prune > 0 and space.free + space.to_prune >= space.needed
     return Admission.PRUNE_FIRST if enough and space.proven else Admission.REFUSE
+
+
+def why_refused(space: Space) -> str:
+    """The reason of a refusal, in words, with what jobs hold."""
+    said = f"the checkpoint needs about {space.needed} bytes, {space.free} are free"
+    if not space.held:
+        return said
+    return f"{said}; jobs that are not done hold steps of {space.held} bytes: see ckptfsm doctor"

@@ -108,9 +108,11 @@ class SaveRefused(CkptFsmError):
 
 
 class NoRoom(SaveRefused):
-    """The disk cannot hold a save (``step``, ``bytes_needed``, ``bytes_free``, ``file``).
+    """The disk cannot hold a save.
 
-    ``bytes_needed`` is a prediction: from the state, and from the size of earlier checkpoints.
+    It has ``step``, ``bytes_needed``, ``bytes_free``, ``bytes_held`` and ``file``. ``bytes_needed`` is a
+    prediction: from the state, and from the size of earlier checkpoints. ``bytes_held``: of steps that
+    stay only for jobs that are not done.
     """
 
     kind = "no_room"

@@ -1233,6 +1233,17 @@ def test_F5_I7_a_save_without_room_prunes_nothing_that_is_kept_or_in_vain(keep: 
     assert (tracked(job), disk.snapshot()) == ([1, 2], before)
 
 
+def test_F5_I7_a_save_without_room_is_told_what_jobs_hold():
+    """Catches: a full disk that nobody explains, and a step that goes before its job is done."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, retention=LatestN(1), holds={"copy": 1})
+    disk.capacity = disk.used + 1000
+    size = sum(c.shard_bytes for c in job.coordinator.ledger.in_state(State.TRACKED)[:1])
+    with pytest.raises(NoRoom, match="jobs that are not done hold steps") as caught:
+        ask_for_more(job)
+    assert (caught.value.bytes_held, tracked(job)) == (size, [1, 2])
+
+
 def test_F5_I7_the_last_tracked_one_is_never_pruned_for_room():
     """Catches: an empty root, because a policy keeps nothing."""
     disk = SimDisk()
