@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptfsm.core.errors import RootBusy as RootBusy
     from ckptfsm.core.errors import SaveFailed as SaveFailed
     from ckptfsm.core.errors import SaveRefused as SaveRefused
+    from ckptfsm.core.jobs import Copy as Copy
     from ckptfsm.core.jobs import Job as Job
     from ckptfsm.core.lifecycle import State as State
     from ckptfsm.core.parts import OptionalPart as OptionalPart
@@ -68,7 +69,7 @@ _NAMES = MappingProxyType(
     {
         "dcp.checkpoint_manager": ("CheckpointManager", "GroupWorker"),
         "core.config": ("CheckpointConfig", "load_config", "save_again"),
-        "core.jobs": ("Job",),
+        "core.jobs": ("Job", "Copy"),
         "ranks.handle": ("SaveHandle", "Restored"),
         "core.progress": ("Progress",),
         "disk.reader_lease": ("ReaderLease",),

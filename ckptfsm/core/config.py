@@ -25,7 +25,7 @@ from pydantic import (
 
 from ckptfsm.core.documents import first_problem
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.core.jobs import Job
+from ckptfsm.core.jobs import Copy, Job
 from ckptfsm.core.layout import LayoutName
 from ckptfsm.core.preemption import unix_time
 from ckptfsm.core.recovery import Resume
@@ -79,6 +79,7 @@ class Settings(TypedDict, total=False):
     visibility_timeout_s: float
     reader_timeout_s: float
     on_tracked: Sequence[Job]
+    copies: Sequence[Copy]
     jobs_drain_s: float
 
 
@@ -240,6 +241,10 @@ class CheckpointConfig(BaseModel):
         default=(),
         description="jobs that run after a checkpoint is tracked, see [jobs](on-tracked.md)",
     )
+    copies: tuple[Copy, ...] = Field(
+        default=(),
+        description="places that get a copy of each tracked checkpoint, see [copies](howto-copies.md)",
+    )
     jobs_drain_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = Field(
         default=0.0,
         description="longest wait of `close` for jobs that wait or run, on rank 0; seconds",
@@ -277,14 +282,6 @@ class CheckpointConfig(BaseModel):
                 raise ConfigError(f"no process can catch {name}: name another signal")
         return names
 
-    @field_validator("on_tracked")
-    @classmethod
-    def _check_jobs(cls, jobs: tuple[Job, ...]) -> tuple[Job, ...]:
-        names = [job.name for job in jobs]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"two jobs of on_tracked have one name: {names}", key="on_tracked")
-        return jobs
-
     @field_validator("end_of_allocation", mode="before")
     @classmethod
     def _check_end(cls, value: Any) -> Any:
@@ -306,6 +303,14 @@ class CheckpointConfig(BaseModel):
         return values
 
     @model_validator(mode="after")
+    def _check_jobs(self) -> CheckpointConfig:
+        names = [job.name for job in self.jobs]
+        if len(set(names)) < len(names):
+            said = f"two jobs of on_tracked or copies have one name: {names}"
+            raise ConfigError(said, key="on_tracked")
+        return self
+
+    @model_validator(mode="after")
     def _check_deadlines(self) -> CheckpointConfig:
         if self.effect_timeout_s >= self.exchange_timeout_s:
             raise ConfigError(
@@ -317,7 +322,7 @@ class CheckpointConfig(BaseModel):
     @property
     def jobs(self) -> tuple[Job, ...]:
         """All that runs after a checkpoint is tracked."""
-        return self.on_tracked
+        return (*self.on_tracked, *(copy.job for copy in self.copies))
 
     @property
     def holds(self) -> dict[str, int]:

@@ -29,6 +29,14 @@ _WITHDRAWN = "its checkpoint was withdrawn before its turn"
 _PRUNED = "its checkpoint was pruned before its turn"
 _INTERRUPTED = "its process was ended during the last attempt"
 Key = tuple[AttemptId, str]
+COPY = "CKPTFSM_COPY"
+"""The variable with the ``Copy`` of a job, as JSON."""
+
+Attempts = Annotated[int, Field(ge=1, le=100)]
+Pause = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Limit = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+Every = Annotated[int, Field(ge=1)]
+Queue = Annotated[int, Field(ge=1, le=1000)]
 
 
 class Task(BaseModel):
@@ -37,11 +45,11 @@ class Task(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: JobName
-    attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    backoff_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 30.0
-    timeout_s: Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)] = 3600.0
-    every: Annotated[int, Field(ge=1)] = 1
-    queue: Annotated[int, Field(ge=1, le=1000)] = 8
+    attempts: Attempts = 3
+    backoff_s: Pause = 30.0
+    timeout_s: Limit = 3600.0
+    every: Every = 1
+    queue: Queue = 8
     hold: bool = False
 
 
@@ -83,6 +91,59 @@ class Job(Task):
         if command.count(":") != 1 or not all(word.isidentifier() for word in pieces):
             raise ValueError(f"a function is named as 'module:function', not {command!r}")
         return command
+
+
+class Copy(BaseModel):
+    """Copies of tracked checkpoints in another place, which a job makes beside the trainer.
+
+    - ``to``: an object store, such as ``s3://bucket/run``, or a directory, such as ``file:///mnt/run``.
+    - ``every``: only steps that are multiples of it.
+    - ``before_prune``: no checkpoint is pruned before it was copied, see ``hold`` of a ``Job``.
+    - ``limit_mb_s``: megabytes a second, over all files.
+    - ``sole_writer``: only this job ever writes to the place, so a server may be used that ignores
+      conditional requests.
+    - ``replaces``: after a rollback, a step that is saved again takes the place of its earlier copy.
+    - ``name``, ``attempts``, ``backoff_s``, ``timeout_s`` and ``queue`` are those of a ``Job``. What was
+      copied in an attempt counts in the next.
+
+    Raises ``ConfigError`` for bad values.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    to: Annotated[str, Field(min_length=1)]
+    every: Every = 1
+    before_prune: bool = True
+    limit_mb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    sole_writer: bool = False
+    replaces: bool = False
+    name: JobName = "copy"
+    attempts: Attempts = 3
+    backoff_s: Pause = 30.0
+    timeout_s: Limit = 21_600.0
+    queue: Queue = 8
+
+    def __init__(self, to: str | None = None, **values: Any) -> None:
+        given = values if to is None else {"to": to, **values}
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise ConfigError(f"a copy: {first_problem(error)}", key="copies") from error
+
+    @property
+    def job(self) -> Job:
+        """The job that makes the copies."""
+        return Job(
+            name=self.name,
+            attempts=self.attempts,
+            backoff_s=self.backoff_s,
+            timeout_s=self.timeout_s,
+            every=self.every,
+            queue=self.queue,
+            hold=self.before_prune,
+            command="ckptfsm.places.carry:carry",
+            environment={COPY: self.model_dump_json()},
+        )
 
 
 def with_placeholders(command: Sequence[str], path: str, step: int) -> list[str]:

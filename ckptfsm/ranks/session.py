@@ -120,7 +120,7 @@ class Session:
         answer = Answer()
         if self.rank == 0:
             try:
-                require_commands(self.config.jobs)
+                require_commands(self.config)
                 self._storage = self._ports.open_storage(True)
                 identity = self._ports.identity()
                 coordinator = self._make_coordinator(self._storage, identity)

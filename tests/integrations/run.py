@@ -56,7 +56,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
 NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
 NVRX = {"nvidia-resiliency-ext"}
-TRAINERS = (  # their files are not shared
+TRAINERS = (  # whose files are not shared; the copies are no trainer
     "ray",
     "verl",
     "torchtitan",
@@ -64,6 +64,7 @@ TRAINERS = (  # their files are not shared
     "transformers",
     "lightning",
     "megatron-bridge",
+    "places",
 )
 BROUGHT = ("accelerate", "transformers")  # by other trainers, too
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")

@@ -30,8 +30,8 @@ from s3_servers import (
 from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core.documents import FileEntry, Manifest, Part, encode_sealed
 from ckptfsm.core.errors import ConfigError, PlaceFailed
+from ckptfsm.core.jobs import COPY
 from ckptfsm.core.layout import MANIFEST, TRACKER
-from ckptfsm.places.carry import SETTINGS
 from ckptfsm.places.place import place_at
 
 pytestmark = pytest.mark.integration
@@ -178,7 +178,7 @@ def carrier(step: Path, url: str, when: str = "", name: str = "") -> subprocess.
     """A process that copies a directory, killed before or after the put of ``name``."""
     return subprocess.Popen(
         [sys.executable, "-c", CARRIER, str(step), when, name],
-        env={**os.environ, SETTINGS: json.dumps({"url": url})},
+        env={**os.environ, COPY: json.dumps({"to": url})},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -215,17 +215,15 @@ def test_the_carrier_takes_at_most_256_mib(url, tmp_path):
 JOB = """
 import json, os, sys
 import torch
-from ckptfsm import CheckpointManager, Job, LatestN, TrainingState
+from ckptfsm import CheckpointManager, Copy, LatestN, TrainingState
 
 root, last = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(1)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 state = TrainingState(model, optimizer)
-copy = Job(name="copy", command="ckptfsm.places.carry:carry", environment={
-    "CKPTFSM_COPY": json.dumps({"url": os.environ["PLACE"]})})
-with CheckpointManager(root, retention=LatestN(2), save_interval_steps=1, on_tracked=[copy],
-                       jobs_drain_s=60) as ckpts:
+with CheckpointManager(root, retention=LatestN(2), save_interval_steps=1,
+                       copies=[Copy(os.environ["PLACE"])], jobs_drain_s=60) as ckpts:
     begun = state.restore(ckpts)
     for step in range(begun + 1, last + 1):
         x = torch.randn(4, 8)

@@ -46,7 +46,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
 from ckptfsm.integrations.verl import trainer as trainer_module
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
+from ckptfsm.integrations.verl.mirror import DirectoryMirror, RemoteCopy
 from ckptfsm.testing.fakes import FifoGate
 
 pytestmark = pytest.mark.megatron
@@ -568,17 +568,17 @@ def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
 class Broken:
     """A remote place without room."""
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: RemoteCopy) -> bool:
         return False
 
-    def upload(self, source: str, copy: Copy, files: Any) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Any) -> None:
         raise OSError(28, "No space left on device")
 
 
 class Watching(DirectoryMirror):
     """Notes the tracker's content while a copy is made."""
 
-    def upload(self, source: str, copy: Copy, files: Any) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Any) -> None:
         tracker = Path(source.partition("/root/")[0], "root", TRACKER)
         named = tracker.read_text().strip() if tracker.exists() else "none"
         Path(self.directory, f"tracker-{copy.name}").write_text(named)

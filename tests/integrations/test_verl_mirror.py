@@ -13,7 +13,7 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import StorageError
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl import mirror as mirror_module
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, mirror_of
+from ckptfsm.integrations.verl.mirror import DirectoryMirror, HdfsMirror, RemoteCopy, mirror_of
 
 HDFS = """#!/bin/sh
 # What `hdfs dfs` does with a few commands, on local directories.
@@ -32,7 +32,7 @@ esac
 """
 
 
-COPY = Copy("global_step_1", AttemptId(1, 1, 1))
+COPY = RemoteCopy("global_step_1", AttemptId(1, 1, 1))
 
 
 def checkpoint(place: Path) -> tuple[str, list[FileEntry]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.core.config import Settings
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, Mirror, When
+from ckptfsm.integrations.verl.mirror import DirectoryMirror, HdfsMirror, Mirror, RemoteCopy, When
 from ckptfsm.integrations.verl.trainer import (
     Checkpoints,
     Options,
@@ -34,7 +34,7 @@ __all__ = [
     "Mirror",
     "DirectoryMirror",
     "HdfsMirror",
-    "Copy",
+    "RemoteCopy",
     "Calls",
     "RayCalls",
 ]

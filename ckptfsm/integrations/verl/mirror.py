@@ -46,7 +46,7 @@ _LOOK_S = 60.0  # for a look at the place; an upload has longer
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class RemoteCopy:
     """A checkpoint in a remote place: its directory there, its attempt and its content."""
 
     name: str
@@ -54,7 +54,7 @@ class Copy:
     content: str = ""
 
     @classmethod
-    def with_files(cls, of: AttemptId, files: Iterable[FileEntry]) -> Copy:
+    def with_files(cls, of: AttemptId, files: Iterable[FileEntry]) -> RemoteCopy:
         """The copy of an attempt with these files.
 
         Attempts are numbered per root: another run may have the same number, but with other files.
@@ -72,11 +72,11 @@ class Copy:
 class Mirror(Protocol):
     """A place for copies of whole checkpoints."""
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: RemoteCopy) -> bool:
         """True if this copy exists, finished. Raises ``StorageError`` if that cannot be told."""
         ...
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         """Copy ``files`` of the directory ``source``; raise unless ``copy`` is then complete."""
         ...
 
@@ -90,11 +90,11 @@ class DirectoryMirror:
 
     directory: str
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: RemoteCopy) -> bool:
         with self._named():
             return Path(self.directory, copy.name, copy.mark).is_file()
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         """Copy the files. Raises ``StorageError`` if a call fails or the copy is not equal."""
         with self._named():
             self._upload(source, copy, files)
@@ -110,7 +110,7 @@ class DirectoryMirror:
             why = f"the remote copy failed: {describe(error)}; is {self.directory} mounted on this host?"
             raise StorageError(why, file=self.directory) from error
 
-    def _upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def _upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         name, nonce = copy.name, uuid.uuid4().hex[:12]
         storage = PosixStorage(self.directory)  # made durably if missing
         try:
@@ -144,11 +144,11 @@ class HdfsMirror:
     command: tuple[str, ...] = ("hdfs", "dfs")
     timeout_s: float = 3600.0
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: RemoteCopy) -> bool:
         mark = f"{self.directory}/{copy.name}/{copy.mark}"
         return self._exists(mark, min(_LOOK_S, self.timeout_s))
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         """Copy the files. Raises ``StorageError`` if a command fails or a size differs."""
         name, nonce = copy.name, uuid.uuid4().hex[:12]
         partial = f"{self.directory}/.partial-{name}-{nonce}"
@@ -233,7 +233,7 @@ class UploadJob(PartJob):
         deadline = self.clock.monotonic() + ticket.timeout_s
         arriving = receipts.arriving(self.awaited, self.clock, deadline)
         files = _content(entry for receipt in arriving for entry in receipt.files)
-        copy = Copy.with_files(ticket.of, files)
+        copy = RemoteCopy.with_files(ticket.of, files)
         self.mirror.upload(storage.absolute(location), copy, files)
         return Written(())
 
@@ -297,7 +297,7 @@ class Upload:
         if manifest is None or manifest.of != self.of:
             raise SaveFailed(f"{name} is not attempt {self.of} any more", step=self.of.step)
         files = _content(manifest.files)
-        copy = Copy.with_files(self.of, files)
+        copy = RemoteCopy.with_files(self.of, files)
         if self.look and self.mirror.has(copy):
             return 0
         self.mirror.upload(f"{self.root}/{name}", copy, files)

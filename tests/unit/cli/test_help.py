@@ -13,7 +13,8 @@ from cli_runs import ran, said
 from real_roots import TREE, real_job, real_root
 
 from ckptfsm.cli import app as application
-from ckptfsm.places.carry import CopySettings, copy_directory
+from ckptfsm.core.jobs import Copy
+from ckptfsm.places.carry import copy_directory
 
 NEEDS_TORCH = {"demo"}
 HELD_ON = {"lease"}  # goes on until its time is over, or Ctrl-C
@@ -49,7 +50,7 @@ def prepared(command: str, capsys) -> None:
         Path("runs/other/iter_0000045").rename("runs/demo/iter_0000045")
     elif command == "fetch":
         Path("copies").mkdir()
-        copy_directory(Path("runs/demo/iter_0000040"), CopySettings(url="copies/gpt"))
+        copy_directory(Path("runs/demo/iter_0000040"), Copy("copies/gpt"))
 
 
 def test_every_command_is_there():

@@ -33,7 +33,7 @@ from ckptfsm.core.jobs import Task
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import mirror, uploads
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
+from ckptfsm.integrations.verl.mirror import DirectoryMirror, RemoteCopy, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.testing.fakes import FifoGate
@@ -50,12 +50,12 @@ class Failing(DirectoryMirror):
     steps: tuple[int, ...] = ()
     away: bool = False
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: RemoteCopy) -> bool:
         if self.away:
             raise StorageError("the remote place is away")
         return DirectoryMirror.has(self, copy)
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         if copy.of.step in self.steps:
             raise OSError(errno.EIO, "away for a moment")
         DirectoryMirror.upload(self, source, copy, files)
@@ -67,7 +67,7 @@ class Held(DirectoryMirror):
 
     gate: FifoGate
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         self.gate.hold()
         DirectoryMirror.upload(self, source, copy, files)
 
@@ -438,7 +438,9 @@ def test_a_copy_is_fsynced_before_it_has_its_name(tmp_path, monkeypatch):
     watch = SyncedFirst(there)
     monkeypatch.setattr(os, "fsync", watch.fsync)
     monkeypatch.setattr(mirror, "move", watch.move)
-    DirectoryMirror(str(there)).upload(str(here), Copy("global_step_1", AttemptId(1, 1, 1)), files)
+    DirectoryMirror(str(there)).upload(
+        str(here), RemoteCopy("global_step_1", AttemptId(1, 1, 1)), files
+    )
     assert watch.moved == ["global_step_1"]
 
 

@@ -28,7 +28,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.jobs import Job, Task
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl import uploads
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
+from ckptfsm.integrations.verl.mirror import DirectoryMirror, RemoteCopy
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, attach
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
@@ -181,7 +181,7 @@ class Held(DirectoryMirror):
     gate: FifoGate
     reached: FifoGate
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         self.reached.hold()
         self.gate.hold()
         DirectoryMirror.upload(self, source, copy, files)
@@ -191,10 +191,10 @@ class Held(DirectoryMirror):
 class Broken:
     """A remote place without room."""
 
-    def has(self, copy: Copy) -> bool:
+    def has(self, copy: RemoteCopy) -> bool:
         return False
 
-    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
         raise OSError(28, "No space left on device")
 
 

@@ -9,9 +9,10 @@ import pytest
 from copying import Counted, Killed, carry, contents, copied, is_committed, root_with, saved_again
 
 from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
+from ckptfsm.core.jobs import COPY
 from ckptfsm.core.layout import CLAIM, MANIFEST, RUN, TRACKER
-from ckptfsm.places.carry import SETTINGS, settings_of
 from ckptfsm.places.carry import carry as entry
+from ckptfsm.places.carry import settings_of
 from ckptfsm.places.carrying import Throttle
 from ckptfsm.places.place import place_at
 from ckptfsm.testing.harness import SimClock
@@ -193,21 +194,21 @@ def test_a_directory_without_a_manifest_is_refused(root, place):
 
 def test_the_job_says_in_a_line_what_is_wrong(root, tmp_path, monkeypatch):
     """Catches: a traceback in the place of the reason, a setting that is passed over."""
-    monkeypatch.setenv(SETTINGS, json.dumps({"url": f"{tmp_path}/no/such\0"}))
+    monkeypatch.setenv(COPY, json.dumps({"to": f"{tmp_path}/no/such\0"}))
     path = str(directory(root, 10))
     for settings, said in (
-        ({"url": "gopher://x"}, "no place for copies is known"),
-        ({"url": "x", "limit": 3}, "limit"),
-        ({"url": str(tmp_path / "root/iter_0000010/__0_0.distcp")}, "mounted"),
+        ({"to": "gopher://x"}, "no place for copies is known"),
+        ({"to": "x", "limit": 3}, "limit"),
+        ({"to": str(tmp_path / "root/iter_0000010/__0_0.distcp")}, "mounted"),
     ):
-        monkeypatch.setenv(SETTINGS, json.dumps(settings))
+        monkeypatch.setenv(COPY, json.dumps(settings))
         with pytest.raises(SystemExit) as ended:
             entry(path, 10, {})
         assert said in str(ended.value), ended.value
-    monkeypatch.setenv(SETTINGS, json.dumps({"url": f"file://{tmp_path}/p", "limit_mb_s": 1000}))
+    monkeypatch.setenv(COPY, json.dumps({"to": f"file://{tmp_path}/p", "limit_mb_s": 1000}))
     entry(path, 10, {})
     assert (tmp_path / "p" / RUN).exists()
-    assert settings_of('{"url": "s3://b"}').sole_writer is False
+    assert settings_of('{"to": "s3://b"}').sole_writer is False
 
 
 def test_a_place_that_fails_is_never_taken_for_an_empty_one(root, place):
