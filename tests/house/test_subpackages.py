@@ -29,8 +29,8 @@ SUBPACKAGES = (
     "disk",
     "writers",
     "coordinator",
-    "follow",
     "places",
+    "follow",
     "ranks",
     "dcp",
     "megatron",
@@ -43,7 +43,7 @@ SUBPACKAGES = (
 TORCH = ("dcp", "megatron", "integrations")
 APART = {  # subpackages that are earlier in the list, and yet not to be imported
     "follow": {"writers", "coordinator"},
-    "places": {"writers", "coordinator", "follow"},
+    "places": {"writers", "coordinator"},
     "views": {"adapters", "writers", "coordinator", "follow", "places", "ranks", *TORCH},
     "testing": {*TORCH, "views"},
     "demo": {"integrations"},
