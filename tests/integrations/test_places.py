@@ -223,7 +223,7 @@ model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 state = TrainingState(model, optimizer)
 with CheckpointManager(root, retention=LatestN(2), save_interval_steps=1,
-                       copies=[Copy(os.environ["PLACE"])], jobs_drain_s=60) as ckpts:
+                       copies=[Copy(os.environ["PLACE"])], jobs_drain_s=600) as ckpts:
     begun = state.restore(ckpts)
     for step in range(begun + 1, last + 1):
         x = torch.randn(4, 8)
@@ -242,7 +242,7 @@ def trained(root: Path, last: int, url: str) -> tuple[int, float]:
         env={**os.environ, "PLACE": url},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
