@@ -126,24 +126,40 @@ def _claim_of(place: CopyPlace, name: str) -> Claim | None:
 
 
 def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> CopyFound:
-    """The latest copy, or that of ``step``. Raises ``StepNotFoundError``, or ``CopyDamaged``."""
+    """The latest copy, or that of ``step``.
+
+    Raises ``StepNotFoundError``. Raises ``CopyDamaged`` if the manifest of that copy is damaged, also if
+    a damaged one may be later than the latest: an older one is never taken without a word.
+    """
     whole = [copy for copy in copies if copy.manifest is not None]
+    found = [copy for copy in whole if step is None or copy.step == step]
     for copy in copies:
-        if step is not None and copy.step == step and copy.problem:
+        asked = copy.step == step if step is not None else _may_be_later(copy, found)
+        if copy.data and copy.manifest is None and asked:
+            older = _steps(whole, copy.step)
+            way = (
+                f"; the next older copy is of step {older[-1]}: --step {older[-1]}" if older else ""
+            )
             raise CopyDamaged(
-                f"{place.where}/{copy.name}: {copy.problem}",
+                f"{place.where}/{copy.name}/{MANIFEST}: {copy.problem}{way}",
                 place=place.where,
                 object=f"{copy.name}/{MANIFEST}",
-                step=step,
-                older=_steps(whole, step),
+                step=copy.step,
+                older=older,
             )
-    found = [copy for copy in whole if step is None or copy.step == step]
     if not found:
         what = f"no copy of step {step}" if step is not None else "no copy"
         raise StepNotFoundError(
             f"{place.where} has {what}", place=place.where, step=step, available=_steps(whole)
         )
     return found[0]
+
+
+def _may_be_later(damaged: CopyFound, found: Sequence[CopyFound]) -> bool:
+    """True unless the claim of a damaged copy is of an earlier attempt than the latest whole one."""
+    if not found or damaged.claim is None or found[0].manifest is None:
+        return True
+    return turn(damaged.claim.of) > turn(found[0].manifest.of)
 
 
 def _steps(copies: Iterable[CopyFound], below: int | None = None) -> tuple[int, ...]:

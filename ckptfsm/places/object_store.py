@@ -1,7 +1,8 @@
 """A place for copies in an object store: S3, Google Cloud Storage, Azure. The only module with obstore.
 
 Addresses and credentials come from the environment, as obstore reads it (``AWS_ENDPOINT_URL``,
-``AWS_ACCESS_KEY_ID``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and others).
+``AWS_ACCESS_KEY_ID``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and others). Each
+body that goes to S3 is signed with its SHA-256, which the server compares.
 """
 
 from __future__ import annotations
