@@ -100,6 +100,7 @@ VARIABLES: dict[str, tuple[Any, ...]] = {
     "published": (Checkpoint, BOOL),  # has its published name; the journal may not say so yet
     "seen_pin": (Step, BOOL),
     "seen_lease": (Step, BOOL),
+    "seen_job": (Step, BOOL),
     "cleared": (Checkpoint, BOOL),  # the second look of its prune found no pin and no lease
     # The disk.
     "place": (Checkpoint, PlaceSort),
@@ -108,6 +109,7 @@ VARIABLES: dict[str, tuple[Any, ...]] = {
     "receipt": (Checkpoint, Report, BOOL),
     "pin": (Step, BOOL),
     "lease": (Step, BOOL),
+    "job": (Step, BOOL),  # one holds it, whose record does not say that it is done
     "named": (BOOL,),  # the tracker is as we wrote it, for ``owner``
     "owner": (Checkpoint,),
     "misread": (Step,),  # the step in a tracker that others wrote
@@ -337,7 +339,7 @@ def _may_go(w: World) -> Any:
 def _offered(w: World) -> Any:
     """``Ledger._offer``: the newest tracked step, and everything that keeps this one."""
     newest = Exists([_c], And(newest_tracked(w, _c), step(_c) == NEWER))
-    kept = Or(w.seen_pin(step(P)), w.seen_lease(step(P)))
+    kept = Or(w.seen_pin(step(P)), w.seen_lease(step(P)), w.seen_job(step(P)))
     return And(HAS_NEWER, newest, Implies(kept, KEPT))
 
 
@@ -845,7 +847,7 @@ EFFECTS = (
     ),
     Rule(
         "protection read",
-        lambda w: w.having(seen_pin=w.pin, seen_lease=w.lease),
+        lambda w: w.having(seen_pin=w.pin, seen_lease=w.lease, seen_job=w.job),
     ),
     Rule(
         "pin put",
@@ -891,6 +893,7 @@ def _crash(w: World) -> World:
         gone=lambda c, r: BoolVal(False),
         seen_pin=lambda s: BoolVal(False),
         seen_lease=lambda s: BoolVal(False),
+        seen_job=lambda s: BoolVal(False),
         cleared=lambda c: BoolVal(False),
     )
 
@@ -955,6 +958,8 @@ WEATHER = (
             meddled=lambda: BoolVal(True),
         ),
     ),
+    Rule("a job is done", lambda w: w.at("job", S, to=BoolVal(False))),
+    Rule("another owner has a job that holds", lambda w: w.at("job", S, to=BoolVal(True))),
     Rule("reader puts its lease", lambda w: w.at("lease", S, to=BoolVal(True))),
     Rule(
         "reader is told that it is there",
@@ -1182,9 +1187,10 @@ STEPS: Mapping[str, Change] = MappingProxyType(
         "I7 the newest tracked one is never taken": _each(
             lambda w, v, c: Implies(_becomes(w, v, c, PRUNABLE), Not(newest_tracked(w, c)))
         ),
-        "I7 one pinned or leased is never taken": _each(
+        "I7 one pinned, leased or held by a job is never taken": _each(
             lambda w, v, c: Implies(
-                _becomes(w, v, c, PRUNABLE), Not(Or(w.seen_pin(step(c)), w.seen_lease(step(c))))
+                _becomes(w, v, c, PRUNABLE),
+                Not(Or(w.seen_pin(step(c)), w.seen_lease(step(c)), w.seen_job(step(c)))),
             )
         ),
         "I7 one in flight is never taken": _each(

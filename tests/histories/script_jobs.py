@@ -23,7 +23,10 @@ NAMES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eig
 
 
 def do_open(story: Story, *options: str) -> None:
-    """``open [fresh|strict] [takeover] [keep=N] [best=N] [ranks=N]``: another run begins."""
+    """``open [fresh|strict] [takeover] [keep=N] [best=N] [ranks=N] [hold=N]``: another run begins.
+
+    With ``hold`` its job ``copy`` holds the multiples of N.
+    """
     named = dict(o.split("=") for o in options if "=" in o)
     name = NAMES[len(story.names)]
     story.names.append(name)
@@ -38,6 +41,7 @@ def do_open(story: Story, *options: str) -> None:
         retention=retention,
         resume=resume,
         takeover="takeover" in options,
+        holds={"copy": int(named["hold"])} if "hold" in named else {},
         identity=Identity("sim", sum(name.encode()), name, name),
     )
     run = Run(name, job, hooks)

@@ -13,10 +13,11 @@ from script_words import expanded
 from strangers import stock_saves
 
 from ckptfsm.core import layout
-from ckptfsm.core.documents import Pin, encode, encode_sealed
+from ckptfsm.core.documents import JobState, Pin, encode, encode_sealed
+from ckptfsm.core.jobs import first_record
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.lifecycle import State
-from ckptfsm.disk.durable import lookup, put
+from ckptfsm.disk.durable import lookup, make_dirs, put
 from ckptfsm.disk.inspection import check_digests, read_manifest
 from ckptfsm.disk.journal import decode_line, read_history
 from ckptfsm.disk.reader_lease import ReaderLease
@@ -49,6 +50,22 @@ def do_renew(story: Story) -> None:
 
 def do_unlease(story: Story) -> None:
     story.leases.pop().__exit__(None, None, None)
+
+
+def do_copied(story: Story, step: str, *damaged: str) -> None:
+    """``copied STEP [torn]``: the job ``copy`` is done with a tracked step; its owner is not told."""
+    storage = SimStorage(story.disk, "jobs")
+    tracked = [c.id for c in read_history(storage).ledger.in_state(State.TRACKED)]
+    of = next(each for each in tracked if each.step == int(step))
+    record = first_record(of, "copy").model_copy(update={"state": JobState.DONE})
+    make_dirs(storage, layout.JOBS)
+    text = encode(record)[: -len(damaged) or None]
+    put(storage, layout.job_name(of, "copy"), text, tag="jobs")
+
+
+def do_told(story: Story) -> None:
+    """The owner is told that a job is done."""
+    story.job.coordinator.job_ended()
 
 
 def do_stock_saves(story: Story, *words: str) -> None:

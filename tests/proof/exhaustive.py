@@ -67,6 +67,13 @@ SCOPES: tuple[Scope, ...] = (
         Left(requests=3, crashes=2, damages=2, rollbacks=1),
         retention=LatestN(1),
     ),
+    Scope(
+        "jobs",
+        Left(requests=3, crashes=1, jobs=2),
+        steps=3,
+        retention=LatestN(0),
+        holds={"copy": 1},
+    ),
     Scope("failing", Left(requests=2, errors=2), retention=LatestN(1)),
     Scope("landing", Left(requests=2, crashes=2, takeovers=1), retention=LatestN(1)),
     Scope("outsiders", Left(requests=2, crashes=2, rollbacks=1, outsiders=1)),

@@ -35,6 +35,7 @@ from proof.exhaustive_world import (
     parts_of,
     perform,
     reading,
+    record_of_job,
     reopen,
     step_reader,
     write_part,
@@ -191,6 +192,8 @@ class Moves:
             after = world._replace(disk=run.disk.value, reader=stepped, left=left)
             said = f", told: {stepped.told}" if stepped.told else ""
             yield Next(f"the reader of step {reader.step} goes on{said}", after)
+        if world.left.jobs:
+            yield from _end_jobs(world._replace(left=world.left.less("jobs")), self.scope)
         if world.left.damages:
             yield from self._damage(world)
         if world.left.outsiders and world.live is None:
@@ -233,6 +236,23 @@ class Moves:
         if said is not None and world.live is None:
             disk = world.disk.put(layout.TRACKER, TORN + b"%d" % said)
             yield Next("the tracker is torn", world._replace(disk=disk, left=left))
+
+
+def _end_jobs(world: World, scope: Scope) -> Iterator[Next]:
+    """A job is done with a tracked checkpoint; before that its record may be damaged."""
+    for checkpoint in world.journal.checkpoints:
+        for job in scope.holds if checkpoint.state is State.TRACKED else ():
+            name = layout.job_name(checkpoint.id, job)
+            record, before = record_of_job(name), world.disk.get(name)
+            if before != record:
+                there = world.disk
+                if there.get(layout.JOBS) is None:
+                    there = there.put(layout.JOBS, Dir({}))
+                done = world._replace(disk=there.put(name, record))
+                yield Next(f"the job {job} is done with {checkpoint.id}", done)
+                if before is None:
+                    torn = world._replace(disk=there.put(name, record[:-1]))
+                    yield Next(f"the record of {job} for {checkpoint.id} is torn", torn)
 
 
 def crashed(world: World, moment: Moment | None = None, *, takeover: bool = False) -> World:

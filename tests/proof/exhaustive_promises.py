@@ -52,6 +52,7 @@ from proof.exhaustive_world import (
     Run,
     Scope,
     World,
+    held,
     is_effect,
     is_gutted,
     parts_of,
@@ -207,6 +208,7 @@ class Watch:
             newer = [c for c in run.journal.value.checkpoints if c.state is State.TRACKED]
             require(any(c.step > of.step for c in newer), "I7", f"the latest, {of}, is prunable")
             require(of.step not in marked(disk, PINS), "I7", f"{of} is pinned and prunable")
+            require(not held(disk, of, scope), "I7", f"a job holds {of}, which is prunable")
         elif record.dest is State.PRUNED:
             require(at_name.of != of, "I1", f"{of} is pruned, but still at its name")
             require(of.step not in marked(disk, PINS), "I7", f"{of} was pinned when it was pruned")
@@ -414,7 +416,7 @@ class Table:
             if nothing not in self.seen:
                 self.seen.add(nothing)
                 self._offer_all(nothing)
-        key = (world.live.checkpoints, world.live.pins, world.live.readers)
+        key = (world.live.checkpoints, world.live.pins, world.live.readers, world.live.held)
         if key not in self.ledgers:
             self.ledgers.add(key)
             ledger = Ledger({c.id: c for c in world.live.checkpoints}, *key[1:])
@@ -450,7 +452,7 @@ class Table:
         )
         for policy in policies:
             kept = set(policy.preserve(retention.describe_tracked(ledger)))
-            guarded = kept | ledger.pins | ledger.readers | {top}
+            guarded = kept | ledger.pins | ledger.readers | ledger.held | {top}
             for offer in ledger.to_prune(kept):
                 good = offer.of.step not in guarded and offer.newer_step == top
                 require(good, "I7", f"{policy} lets {offer} go; guarded are {sorted(guarded)}")
@@ -460,7 +462,7 @@ class Table:
         for checkpoint in tracked:
             offer = ledger.superseded(checkpoint, ())
             self.coverage.move(checkpoint, offer)
-            free = checkpoint.step not in ledger.pins | ledger.readers | {top}
+            free = checkpoint.step not in ledger.pins | ledger.readers | ledger.held | {top}
             moved = lifecycle.find_row(checkpoint, offer) is not None
             require(moved == free, "I7", f"{offer} of {checkpoint.id} with pins {ledger.pins}")
         flying = any(c.state in IN_FLIGHT for c in ledger.checkpoints.values())

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +90,7 @@ class Left(NamedTuple):
     """How often each thing may still happen in one history: the bounds of the search.
 
     ``outsiders``: something that a person or another trainer does at the root between two runs.
+    ``jobs``: a job ends, or its record is damaged.
     """
 
     requests: int = 0
@@ -103,6 +104,7 @@ class Left(NamedTuple):
     deletes: int = 0
     rollbacks: int = 0
     outsiders: int = 0
+    jobs: int = 0
 
     def less(self, name: str) -> Left:
         return self._replace(**{name: getattr(self, name) - 1})
@@ -121,10 +123,11 @@ class Scope:
     stock: tuple[int, ...] = ()
     tracker: bytes | None = None
     resume: recovery.Resume = "fallback"
+    holds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def options(self) -> CoordinatorOptions:
-        return CoordinatorOptions(self.retention, self.resume, False, 0.0)
+        return CoordinatorOptions(self.retention, self.resume, False, 0.0, holds=self.holds)
 
 
 class Live(NamedTuple):
@@ -133,6 +136,7 @@ class Live(NamedTuple):
     checkpoints: tuple[Checkpoint, ...]
     pins: frozenset[int]
     readers: frozenset[int]
+    held: frozenset[int]
     pending: tuple[Command, ...]
     retention_due: bool
     requests: int
@@ -476,10 +480,10 @@ def load(run: Run, scope: Scope) -> Coordinator:
     names = layout.MEGATRON
     assembly_of = partial(Assembly, disk, CLOCK, lease.tag, {}, {}, 0.0, names)
     applier = applier_module.Applier(
-        disk, CLOCK, lease, assembly_of, names, made.news, scope.retention
+        disk, CLOCK, lease, assembly_of, names, made.news, scope.retention, holds=scope.holds
     )
     applier.ledger = ledger_module.Ledger(
-        MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
+        MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers, live.held
     )
     applier.pending = live.pending
     applier.retention_due = live.retention_due
@@ -496,6 +500,7 @@ def save(coordinator: Coordinator) -> Live:
         tuple(plain(ledger.checkpoints[of]) for of in sorted(ledger.checkpoints)),
         frozenset(ledger.pins),
         frozenset(ledger.readers),
+        frozenset(ledger.held),
         tuple(dict.fromkeys(applier.pending)),
         applier.retention_due,
         coordinator._requests,
@@ -526,6 +531,8 @@ def coordinator_actions(world: World, scope: Scope) -> Iterator[Action]:
     trash = world.disk.get(layout.TRASH)
     if busy or (isinstance(trash, Dir) and trash.names):
         yield Action("tick", lambda c: c.tick())
+    if any(not held(world.disk, c, scope) for c in _held_in_memory(world.live)):
+        yield Action("hears that a job is done", lambda c: c.job_ended())
     for of in sorted(c.id for c in world.live.checkpoints if c.state is State.TRACKED):
         step = of.step
         if step in world.live.pins:
@@ -538,6 +545,29 @@ def coordinator_actions(world: World, scope: Scope) -> Iterator[Action]:
             yield Action(f"rollback({step})", lambda c, s=step: c.rollback(s), "rollbacks")
         if is_gutted(world, of):
             yield Action(f"withdraw_damaged({step})", lambda c, s=step: c.withdraw_damaged(s, ""))
+
+
+def held(disk: Dir, of: AttemptId, scope: Scope) -> bool:
+    """True if a job holds an attempt, and its record does not say that it is done."""
+    names = (layout.job_name(of, job) for job in scope.holds)
+    return any(disk.get(name) != record_of_job(name) for name in names)
+
+
+def record_of_job(name: str) -> bytes:
+    """The record of a job that is done, by its name."""
+    found = layout.parse_job(name.rpartition("/")[2])
+    assert found is not None
+    of, job = found
+    state = documents.JobState.DONE
+    record = documents.JobRecord(
+        step=of.step, epoch=of.epoch, attempt=of.attempt, job=job, state=state
+    )
+    return documents.encode(record)
+
+
+def _held_in_memory(live: Live) -> list[AttemptId]:
+    tracked = (c.id for c in live.checkpoints if c.state is State.TRACKED)
+    return [of for of in tracked if of.step in live.held]
 
 
 def _reports(world: World, scope: Scope, checkpoint: Checkpoint) -> Iterator[Action]:

@@ -276,7 +276,7 @@ CONTROLS = (
     ),
     Control("second look", "nobody keeps it", "I7 what is about to be removed is not pinned"),
     Control(_SUPERSEDED, "ledger.offered", "I7 the newest tracked one is never taken"),
-    Control(_SUPERSEDED, "table", "I7 one pinned or leased is never taken"),
+    Control(_SUPERSEDED, "table", "I7 one pinned, leased or held by a job is never taken"),
     Control(_SUPERSEDED, "source", "I7 one in flight is never taken"),
     Control(
         _PRUNE,
@@ -416,7 +416,8 @@ def random_ledger(rng: random.Random) -> Ledger:
         )
     steps = range(5)
     pins = {s for s in steps if rng.random() < 0.2}
-    return ledger.protected(pins, {s for s in steps if rng.random() < 0.2})
+    leased, held = ({s for s in steps if rng.random() < 0.2} for _ in range(2))
+    return ledger.protected(pins, leased, held)
 
 
 def random_event(rng: random.Random, ledger: Ledger) -> Event:
@@ -483,6 +484,7 @@ def scope_of(ledger: Ledger, event: Event) -> Scope:
         "published": lambda of: there[of].published,
         "seen_pin": lambda step: step in ledger.pins,
         "seen_lease": lambda step: step in ledger.readers,
+        "seen_job": lambda step: step in ledger.held,
         "p": event.of,
         "r": rank,
         "q": (part, rank),

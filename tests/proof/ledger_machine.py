@@ -232,7 +232,8 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         top = self.ledger.latest()
         for offer in self.ledger.to_prune(preserved):
-            assert offer.of.step not in self.ledger.pins | self.ledger.readers, "I7: protected"
+            protected = self.ledger.pins | self.ledger.readers | self.ledger.held
+            assert offer.of.step not in protected, "I7: protected"
             assert offer.of != top.id and offer.newer_step == top.step, "I7: the latest offered"
             assert offer.of.step not in preserved, "a policy was not obeyed"
             assert isinstance(self.post(offer), m.Prune)
@@ -261,9 +262,13 @@ class LedgerMachine(RuleBasedStateMachine):
         kept = found == "kept" or c.step in self.ledger.pins | self.ledger.readers
         self.post(m.Reprieved(c.id, "pin") if kept else m.Removed(c.id))
 
-    @rule(pins=st.sets(st.integers(0, 12), max_size=3), readers=st.sets(st.integers(0, 12)))
-    def protect(self, pins, readers):
-        self.ledger = self.ledger.protected(pins, readers)
+    @rule(
+        pins=st.sets(st.integers(0, 12), max_size=3),
+        readers=st.sets(st.integers(0, 12)),
+        held=st.sets(st.integers(0, 12)),
+    )
+    def protect(self, pins, readers, held):
+        self.ledger = self.ledger.protected(pins, readers, held)
 
     @precondition(lambda self: self.ledger.in_state(S.TRACKED) and self.flying() is None)
     @rule(data=st.data())
@@ -290,7 +295,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.count = 1
         self.accepted[of] = set()
         self.post(m.Adopted(of))
-        self.ledger = self.ledger.protected(self.ledger.pins | {step}, self.ledger.readers)
+        ledger = self.ledger
+        self.ledger = ledger.protected(ledger.pins | {step}, ledger.readers, ledger.held)
         return of
 
     # ---------------------------------------------------------------------------- invariants

@@ -223,10 +223,19 @@ def _changes(action, late: set[int]) -> bool:
     return not isinstance(action, m.Quarantine)
 
 
-@given(ledger=ledgers(6), policy=policies(), pins=st.sets(steps()), readers=st.sets(steps()))
-def retention_never_takes_what_is_needed(ledger, policy, pins, readers):
-    """I7: not the latest, nothing in flight, pinned or leased, and nothing that did not get tracked."""
-    ledger = ledger.protected(pins, readers)
+@given(
+    ledger=ledgers(6),
+    policy=policies(),
+    pins=st.sets(steps()),
+    readers=st.sets(steps()),
+    held=st.sets(steps()),
+)
+def retention_never_takes_what_is_needed(ledger, policy, pins, readers, held):
+    """I7: not the latest, nothing in flight, pinned, leased or held by a job, and nothing that did not
+    get tracked.
+    """
+    ledger = ledger.protected(pins, readers, held)
+    others = pins | readers | held
     tracked = ledger.in_state(State.TRACKED)
     preserved = frozenset(policy.preserve(describe_tracked(ledger)))
     offered = {offer.of for offer in ledger.to_prune(preserved)}
@@ -235,12 +244,12 @@ def retention_never_takes_what_is_needed(ledger, policy, pins, readers):
         assert tracked[-1].id not in offered, "I7: the latest was offered"
     for offer in ledger.to_prune(preserved):
         step = offer.of.step
-        assert step not in pins | readers | preserved, "I7: a protected one was offered"
+        assert step not in others | preserved, "I7: a protected one was offered"
         ledger, moved, command = ledger.post(offer)
         assert moved.dest is State.PRUNABLE and isinstance(command, m.Prune)
     assert not tracked or ledger.latest() == tracked[-1], "I7: retention emptied the store"
     for checkpoint in ledger.in_state(State.TRACKED):
-        taken = checkpoint.step in pins | readers | preserved or checkpoint == tracked[-1]
+        taken = checkpoint.step in others | preserved or checkpoint == tracked[-1]
         assert taken, "a policy was not obeyed"
 
 

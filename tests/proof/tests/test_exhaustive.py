@@ -16,6 +16,7 @@ from ckptfsm.core.events import Prune, ShardReported
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.job_records import JobHolds
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
 
@@ -56,6 +57,10 @@ def no_second_look(monkeypatch):
     nobody = {"pinned": False, "leased": False}
     kept_wherever_it_lies = keeping._kept_wherever_it_lies
     monkeypatch.setattr(keeping, "_kept_wherever_it_lies", kept)
+
+
+def jobs_hold_nothing(monkeypatch):
+    monkeypatch.setattr(JobHolds, "of_steps", lambda *_: {})
 
 
 def the_tracked_are_withdrawn(monkeypatch):
@@ -123,6 +128,7 @@ PLANTED = (
     (one_shard_short, "ranks", "I3"),
     (any_shard_counts, "ranks", "I5"),
     (no_second_look, "keep", "I7"),
+    (jobs_hold_nothing, "jobs", "I7"),
     (the_tracked_are_withdrawn, "keep", "I8"),
     (missing_ones_are_kept, "damage", "I2"),
     (pruned_before_journaled, "keep", "I1"),

@@ -186,7 +186,7 @@ def test_F1_an_ignored_exit_code_is_found(monkeypatch):
 
 def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     real = Ledger.protected
-    monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
+    monkeypatch.setattr(Ledger, "protected", lambda s, *found: real(s, (), ()))
 
     def kept(facts):
         return kept_wherever_it_lies(replace(facts, holds=replace(facts.holds, **nobody)))

@@ -156,8 +156,11 @@ def test_a_job_runs_under_a_lease_and_is_done(make):
     work.finish()
     assert work.records == [] and work.words == []
     job.save(10)
+    leased = []  # when the owner is told, which then looks whether the step may go
+    work.runner._tell = lambda told: (work.told.append(told), leased.append(readers(job)))
     work.finish()
     assert work.records == [(10, "export", "done", 1)] and work.words == ["10 export done"]
+    assert leased == [[]]
     assert (work.place / "leases").read_text().startswith("10.@job-")
     assert "__0_0.distcp" in (work.place / "files").read_text()
     assert (work.place / "step").read_text() == "10\n"
