@@ -416,8 +416,8 @@ def random_ledger(rng: random.Random) -> Ledger:
         )
     steps = range(5)
     pins = {s for s in steps if rng.random() < 0.2}
-    leased, held = ({s for s in steps if rng.random() < 0.2} for _ in range(2))
-    return ledger.protected(pins, leased, held)
+    leased = {s for s in steps if rng.random() < 0.2}
+    return ledger.protected(pins, leased, {(s + 2) % 5 for s in leased ^ pins})
 
 
 def random_event(rng: random.Random, ledger: Ledger) -> Event:
