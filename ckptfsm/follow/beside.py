@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from ckptfsm.adapters.job_process import why_not_found
+from ckptfsm.adapters.job_commands import why_not_found
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.spawn import Spawned, import_path
 from ckptfsm.core.config import CheckpointConfig
