@@ -20,23 +20,24 @@ from house.source import MODULES, PACKAGE, ROOT, subpackage
 LINES = MappingProxyType(
     {
         "": 140,
-        "adapters": 3440,
-        "cli": 1800,
-        "coordinator": 1980,
-        "core": 6800,
+        "adapters": 3520,
+        "cli": 2060,
+        "coordinator": 2020,
+        "core": 7050,
         "dcp": 4830,
         "demo": 1030,
-        "disk": 4700,
-        "follow": 1140,
+        "disk": 4770,
+        "follow": 1210,
         "integrations": 5750,
         "megatron": 2100,
+        "places": 1180,
         "ranks": 4500,
-        "testing": 2330,
-        "views": 1330,
+        "testing": 2340,
+        "views": 1380,
         "writers": 2310,
     }
 )
-WORDS, PAGES = 55_000, 61  # of Markdown in docs and specs
+WORDS, PAGES = 57_000, 62  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (340, 62), (510, 77)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen
