@@ -88,11 +88,9 @@ _NAMED = 3  # of many files
 _PUT_FILE_BACK = "put that file back before any start, if a copy has it; see the runbook"
 _MEND = "mend what the error names, then see in ckptfsm ls that a step is tracked"
 _MEND_JOB = "mend what the error names, then run the job for that step by hand"
-_MEND_HELD = (
-    "mend what the error names: the job is tried again within an hour, and at the next start"
-)
-_NOT_MISSED = "run the job by hand while the step is there; to miss none, give it hold=True"
-_BEHIND = "see in ckptfsm show what the job waits for; without an owner it waits for the next start"
+_MEND_HELD = "mend what the error names: the job is tried again within an hour"
+_NOT_MISSED = "run the job by hand; hold=True keeps the steps until it is done"
+_BEHIND = "see in ckptfsm show what the job waits for; without an owner, for one"
 _WAIT = "nothing now, the job lives: its next save and start repair this"
 _ONLY_COPY = "keep the job alive until its next save: it has the only good copy"
 # Nothing starts and nothing is repaired beside a living job.

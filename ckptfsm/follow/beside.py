@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,10 +22,10 @@ from ckptfsm.adapters.spawn import Spawned, import_path
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import ConfigError, describe
+from ckptfsm.core.jobs import Job
 from ckptfsm.core.ports import Storage
 from ckptfsm.follow.jobs import JobOrder
 from ckptfsm.follow.runner import FollowPlan, Message, Stop, Trouble
-from ckptfsm.places.place import place_at
 
 log = logging.getLogger("ckptfsm")
 _PAUSE_S, _DOUBLINGS = 1.0, 8  # before the process is started again
@@ -47,14 +47,9 @@ def renewal_s(config: CheckpointConfig) -> float:
     return min(60.0, config.reader_timeout_s / _RENEWALS)
 
 
-def require_commands(config: CheckpointConfig) -> None:
-    """Look for the command of each job, and for what each copy's place needs.
-
-    Raises ``ConfigError`` for one that is not found. No place is asked for anything yet.
-    """
-    for copy in config.copies:
-        place_at(copy.to)
-    for job in config.jobs:
+def require_commands(jobs: Sequence[Job]) -> None:
+    """Look for the command of each job. Raises ``ConfigError`` for one that is not found."""
+    for job in jobs:
         function = job.command if isinstance(job.command, str) else ""
         program = () if isinstance(job.command, str) else job.command
         path = {**os.environ, **job.environment}.get("PATH", os.defpath)

@@ -40,6 +40,7 @@ from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.follow.beside import JobsBeside, require_commands
+from ckptfsm.places.place import place_at
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import (
     Answer,
@@ -120,7 +121,9 @@ class Session:
         answer = Answer()
         if self.rank == 0:
             try:
-                require_commands(self.config)
+                require_commands(self.config.jobs)
+                for copy in self.config.copies:
+                    place_at(copy.to)  # what it needs is installed
                 self._storage = self._ports.open_storage(True)
                 identity = self._ports.identity()
                 coordinator = self._make_coordinator(self._storage, identity)

@@ -19,6 +19,7 @@ from mutants.loader import Mutant, read
 _FILES = (
     *("core", "durability", "protocol", "ranks", "composites", "dropins"),
     *("engine", "admission", "preemption", "reading", "states", "evaluators", "jobs"),
+    "places",
 )
 
 MUTANTS: tuple[Mutant, ...] = tuple(

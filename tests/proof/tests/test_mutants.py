@@ -40,6 +40,7 @@ ELSEWHERE = {
     "storage.fsync_dir(EPOCHS)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
     'fsync_existing(storage, f"{directory}/{name}")': "each call of fsync_tree_files is left out",
+    "self.storage.fsync(handle)": "adopt_directory does it again, before the tracker names the step",
     "storage.fsync_dir(PRIVATE)": "of a renewed epoch; if a power loss takes it, the segment fences",
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
     "self._fsync_names(checkpoint, target, manifest)": "the same",

@@ -413,6 +413,7 @@ def test_every_setting_has_an_effect_or_is_refused():
         "visibility_timeout_s",
         "reader_timeout_s",
         "on_tracked",
+        "copies",
         "jobs_drain_s",
     }
     heeded = of_controller | set(trainer_module._WORKER_SETTINGS)

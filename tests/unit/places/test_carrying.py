@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from copying import Counted, Killed, carry, contents, copied, is_committed, root_with, saved_again
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
 from ckptfsm.core.jobs import COPY
 from ckptfsm.core.layout import CLAIM, MANIFEST, RUN, TRACKER
@@ -62,6 +65,25 @@ def _forget(place) -> None:
         for each in place.listed(name):
             place.remove(f"{name}/{each}")
     place.remove(TRACKER)
+
+
+def test_a_file_in_a_directory_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    """Catches: a power loss that takes what a copy has, after its checkpoint was pruned."""
+    calls: list[str] = []
+    for name in ("fsync", "rename", "fsync_dir"):
+        real = getattr(PosixStorage, name)
+        monkeypatch.setattr(PosixStorage, name, _noted(calls, name, real))
+    place = place_at(str(tmp_path / "place"), create=True)
+    place.put("x", iter([b"data"]), 4, "")
+    assert calls[-3:] == ["fsync", "rename", "fsync_dir"]
+
+
+def _noted(calls: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        calls.append(name)
+        return real(*arguments)
+
+    return call
 
 
 def test_a_killed_copy_goes_on_with_the_files_that_are_missing(root, place):
