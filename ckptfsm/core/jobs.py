@@ -7,6 +7,7 @@ its queue is, and tries those again that failed: the steps stay until it is done
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,8 +104,10 @@ class Copy(BaseModel):
     - ``sole_writer``: only this job ever writes to the place, so a server may be used that ignores
       conditional requests.
     - ``replaces``: after a rollback, a step that is saved again takes the place of its earlier copy.
-    - ``name``, ``attempts``, ``backoff_s``, ``timeout_s`` and ``queue`` are those of a ``Job``. What was
-      copied in an attempt counts in the next.
+    - ``name`` of the job: made from ``to`` if it is None, so that what was copied to one place does not
+      count for another.
+    - ``attempts``, ``backoff_s``, ``timeout_s`` and ``queue`` are those of a ``Job``. What was copied in
+      an attempt counts in the next.
 
     Raises ``ConfigError`` for bad values.
     """
@@ -117,7 +120,7 @@ class Copy(BaseModel):
     limit_mb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sole_writer: bool = False
     replaces: bool = False
-    name: JobName = "copy"
+    name: JobName | None = None
     attempts: Attempts = 3
     backoff_s: Pause = 30.0
     timeout_s: Limit = 21_600.0
@@ -134,7 +137,7 @@ class Copy(BaseModel):
     def job(self) -> Job:
         """The job that makes the copies."""
         return Job(
-            name=self.name,
+            name=self.name or f"copy-{hashlib.sha256(self.to.encode()).hexdigest()[:8]}",
             attempts=self.attempts,
             backoff_s=self.backoff_s,
             timeout_s=self.timeout_s,

@@ -71,7 +71,7 @@ HARMLESS = {
 LIBRARIES = {
     "core/images.py": {"struct", "zlib"},
     "core/documents.py": {"pydantic", "zlib"},
-    "core/jobs.py": {"pydantic"},
+    "core/jobs.py": {"pydantic", "hashlib"},
     "core/lifecycle.py": {"transitions"},
     "core/config.py": {"pydantic", "pathlib", "sys", "tomllib", "tomli"},
 }

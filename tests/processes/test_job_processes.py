@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,28 @@ def test_I7_nothing_is_pruned_before_the_job_that_holds_it_is_done(tmp_path, cap
         assert second.process.wait(LIMIT_S) == 0
     assert published(tmp_path) == ["iter_0000004"]
     assert (tmp_path / "done").read_text().split() == ["1", "2", "3", "4"]
+
+
+def test_I7_a_machine_that_is_lost_is_gone_on_from_by_the_copies(tmp_path, capsys):
+    """Catches: a checkpoint that was pruned and is in no place; a start at zero beside its copies."""
+    settings = {"copies": [{"to": f"file://{tmp_path}/place"}]}
+    with closing(Trainer(tmp_path, **settings)) as first:
+        first.hear("open None")
+        for step in (1, 2, 3):
+            first.save(step)
+        first.hear("pruned 2")  # 1 and 2 were copied, and 3 may have been
+        first.kill()
+    shutil.rmtree(tmp_path / "root")
+    said(capsys, "fetch", f"file://{tmp_path}/place", tmp_path / "root")
+    [last] = published(tmp_path)
+    assert last in ("iter_0000002", "iter_0000003")
+    assert (tmp_path / "root" / last / "x").read_text() == f"{int(last[-1])}\n"
+    with closing(Trainer(tmp_path, jobs_drain_s=LIMIT_S, **settings)) as second:
+        second.hear(f"open {int(last[-1])}")
+        second.save(9)
+        assert second.end() == 0
+    assert published(tmp_path) == ["iter_0000009"]
+    assert "9.e" in said(capsys, "ls", f"file://{tmp_path}/place")
 
 
 def test_close_waits_for_no_job(tmp_path):

@@ -10,6 +10,7 @@ from ckptfsm.core.errors import ConfigError, DamagedRoot
 from ckptfsm.core.jobs import (
     KEPT_MISSED,
     REASON_LETTERS,
+    Copy,
     Job,
     after_attempt,
     begin_again,
@@ -204,6 +205,26 @@ def test_a_new_job_skips_nothing_that_its_owner_saved():
 
 
 # ----------------------------------------------------------------------------- the fate of a record
+
+
+def test_I7_a_copy_is_a_job_that_holds_and_counts_for_its_place_alone():
+    """Catches: a step pruned as it was copied to another place; a copy that holds nothing."""
+    one, other = Copy("s3://bucket/a"), Copy("s3://bucket/b", before_prune=False)
+    config = make_config({"copies": [one, other, {"to": "copies", "name": "disk", "every": 10}]})
+    names = [job.name for job in config.jobs]
+    assert len(set(names)) == 3
+    assert config.holds == {names[0]: 1, "disk": 10}
+    assert Copy.model_validate_json(config.jobs[0].environment["CKPTFSM_COPY"]) == one
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"to": ""}, {"to": "x", "limit_mb_s": 0}, {"to": "x", "before": True}]
+)
+def test_a_bad_copy_is_refused(values):
+    """Catches: a limit of nothing, a setting that is misspelt and kept in silence."""
+    with pytest.raises(ConfigError, match="a copy: ") as raised:
+        Copy(**values)
+    assert raised.value.key == "copies"
 
 
 @pytest.mark.parametrize("state", [J.WAITING, J.RUNNING])
