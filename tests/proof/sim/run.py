@@ -182,7 +182,9 @@ class Scenario:
         site.aim, site.aim_after = aim.value, choose.choice((0, 1, 2, 2))
         site.aim_stops = self.rivals = choose.random() < 0.4
         self.jostling, self.takeovers = 1.0, 0.4
-        site.lag_s, site.patient = 0.0, False
+        # The job after a kill runs on another host, which may not see yet what was moved.
+        late = aim is State.PRUNABLE and not self.rivals
+        site.lag_s, site.patient = _LATE_S if late else 0.0, False
         if aim is not State.PRUNABLE and choose.random() < 0.5:
             self.retention = KeepAll()  # the damaged step is never the only one
         one = choose.choice(tuple(self.meddling))
