@@ -12,12 +12,12 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import OpenPosix, opened_storage
 from ckptfsm.cli.bar import progress_bar
 from ckptfsm.cli.changing import OwnerEnded, owned
-from ckptfsm.cli.quarantine import start, tell
+from ckptfsm.cli.quarantine import start, told_of_adoption
 from ckptfsm.cli.terminal import put
 from ckptfsm.coordinator.adopting import adopt_directory
 from ckptfsm.coordinator.opening import refuse_other_layout
 from ckptfsm.core.documents import RunMark, decode
-from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
+from ckptfsm.core.errors import ConfigError, StepExistsError
 from ckptfsm.core.layout import FETCHING, RUN
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
@@ -138,10 +138,7 @@ def _take_over(root: Path, chosen: CopyFound) -> None:
         owned(root, layout=chosen.layout) as (coordinator, report),
         opened_storage(root) as storage,
     ):
-        tell(report.decisions)
-        if coordinator.ledger.at(chosen.step) is None:
-            raise DamagedRoot(f"step {chosen.step} was not adopted", step=chosen.step)
+        line = told_of_adoption(coordinator, report, chosen.step)
         if look(storage).pins.get(chosen.step) == "adopted":
             coordinator.unpin(chosen.step)
-        latest = coordinator.ledger.latest()
-    put([f"step {chosen.step} is in service; the latest is step {latest.step if latest else None}"])
+    put([line])

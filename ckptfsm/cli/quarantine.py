@@ -16,6 +16,7 @@ from ckptfsm.cli.changing import OwnerEnded, Wait, ask, owned
 from ckptfsm.cli.reading import HERE, REFUSED, Json, Place, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.adopting import adopt_directory, require_intact
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.documents import Asked, FileEntry
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.evidence import ANOTHER_MANIFEST
@@ -23,6 +24,7 @@ from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
 from ckptfsm.core.parts import MAX_STEP, AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery_rules import Decision
+from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.durable import each_file, list_names, lookup, move
 from ckptfsm.disk.inspection import read_commit
@@ -96,7 +98,7 @@ def adopt(
     try:
         if outside:
             _move(given, at / source)
-        take_into_service(root, source, found)
+        _take_into_service(root, source, found)
     except BaseException:
         if (at / source).exists() and not given.exists():  # refused: it goes back to its place
             _move(at / source, given)
@@ -145,7 +147,7 @@ def start(root: Path, owner_ended: bool) -> None:
     """
     try:
         with owned(root, ended=owner_ended) as (_, report):
-            tell([each for each in report.decisions if each.actions])
+            _tell([each for each in report.decisions if each.actions])
     except DamagedRoot as error:
         if "evidence" not in error.facts:
             raise
@@ -158,18 +160,24 @@ def _all_told(files: Sequence[FileEntry]) -> Collection[FileEntry]:
     return files
 
 
-def take_into_service(root: Path, source: str, step: int) -> None:
+def _take_into_service(root: Path, source: str, step: int) -> None:
     with opened_storage(root) as storage:
         adopt_directory(storage, this_process(), look(storage).layout, source, step)
     with owned(root) as (coordinator, report):
-        tell(report.decisions)
-        latest = coordinator.ledger.latest()
-        if coordinator.ledger.at(step) is None:
-            raise DamagedRoot(f"step {step} was not adopted", step=step)
-    put([f"step {step} is in service; the latest is step {latest.step if latest else None}"])
+        line = told_of_adoption(coordinator, report, step)
+    put([line])
 
 
-def tell(decisions: Iterable[Decision]) -> None:
+def told_of_adoption(coordinator: Coordinator, report: RecoveryReport, step: int) -> str:
+    """Tell what a start decided. Returns the line about ``step``; raises if it was not adopted."""
+    _tell(report.decisions)
+    if coordinator.ledger.at(step) is None:
+        raise DamagedRoot(f"step {step} was not adopted", step=step)
+    latest = coordinator.ledger.latest()
+    return f"step {step} is in service; the latest is step {latest.step if latest else None}"
+
+
+def _tell(decisions: Iterable[Decision]) -> None:
     put(clean(f"{each.subject}: {each.result}, because: {each.why}") for each in decisions)
 
 
@@ -225,7 +233,7 @@ def restore(
     start(root, owner_ended)
     with opened(root) as storage:
         _refuse_unfit(storage, name, of, told)
-    take_into_service(root, f"{QUARANTINE}/{name}", of.step)
+    _take_into_service(root, f"{QUARANTINE}/{name}", of.step)
 
 
 def _refuse_unfit(storage: Storage, name: str, of: AttemptId, told: Life | None) -> None:

@@ -58,10 +58,10 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, lookup, read_document, write_new
+from ckptfsm.disk.durable import TEMPORARY, lookup, read_document
 from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.pieces import Pieces, ToRead
-from ckptfsm.disk.trash import remove_marker
+from ckptfsm.places.directory import create_once
 from ckptfsm.places.place import CopyPlace
 
 PROBE = f"{PRIVATE}/probe"
@@ -103,14 +103,7 @@ class Throttle:
 def run_of(storage: Storage) -> bytes:
     """The mark of the run that a root belongs to; made if there is none. Raises ``DamagedRoot``."""
     if lookup(storage, RUN) is None:
-        temporary = f"{RUN}{TEMPORARY}{uuid.uuid4().hex[:12]}"
-        write_new(storage, temporary, encode(RunMark(run=uuid.uuid4().hex)))
-        try:
-            storage.link(temporary, RUN)
-        except FileExistsError:  # another process was first, and its mark is read below
-            pass
-        finally:
-            remove_marker(storage, temporary)
+        create_once(storage, RUN, encode(RunMark(run=uuid.uuid4().hex)))
     data = storage.read(RUN, _RUN_BYTES)
     decode(RunMark, data, RUN)
     return data

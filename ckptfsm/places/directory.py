@@ -16,6 +16,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import MAX_DOCUMENT_BYTES
 from ckptfsm.core.errors import CkptFsmError, ConfigError, PlaceFailed, describe
 from ckptfsm.core.layout import JOURNAL
+from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
     TEMPORARY,
     each_file,
@@ -91,14 +92,7 @@ class DirectoryPlace:
     def create(self, name: str, data: bytes) -> bytes:
         with self._named(name):
             self._make_parent(name)
-            temporary = _temporary(name)
-            write_new(self._storage, temporary, data)
-            try:
-                self._storage.link(temporary, name)
-            except FileExistsError:  # what is there is read below
-                pass
-            finally:
-                remove_marker(self._storage, temporary)
+            create_once(self._storage, name, data)
             return read_document(self._storage, name, MAX_DOCUMENT_BYTES)
 
     def replace(self, name: str, data: bytes, expected: bytes) -> bool:
@@ -150,6 +144,18 @@ class DirectoryPlace:
                 raise
             said = f"{self.where}/{name}: {describe(error)}; is it mounted on this host?"
             raise PlaceFailed(said, place=self.where, object=name) from error
+
+
+def create_once(storage: Storage, name: str, data: bytes) -> None:
+    """Create a durable file, unless there is one: of several that try, one succeeds."""
+    temporary = _temporary(name)
+    write_new(storage, temporary, data)
+    try:
+        storage.link(temporary, name)
+    except FileExistsError:  # another was first
+        pass
+    finally:
+        remove_marker(storage, temporary)
 
 
 def _temporary(name: str) -> str:

@@ -136,7 +136,7 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
     for copy in copies:
         asked = copy.step == step if step is not None else _may_be_later(copy, found)
         if copy.data and copy.manifest is None and asked:
-            older = _steps(whole, copy.step)
+            older = older_than(copy, copies)
             way = (
                 f"; the next older copy is of step {older[-1]}: --step {older[-1]}" if older else ""
             )
