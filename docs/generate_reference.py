@@ -313,6 +313,8 @@ _OTHER_KINDS: Mapping[str, str] = MappingProxyType(
         "retention": "a policy or a table",
         "end_of_allocation": "Unix time, or a function that returns it or none; or none",
         "on_tracked": "list of `Job`",
+        "copies": "list of `Copy`",
+        "fetch_from": "URL or path, or none",
     }
 )
 

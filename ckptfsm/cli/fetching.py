@@ -14,29 +14,10 @@ from ckptfsm.cli.bar import progress_bar
 from ckptfsm.cli.changing import OwnerEnded, owned
 from ckptfsm.cli.quarantine import start, told_of_adoption
 from ckptfsm.cli.terminal import put
-from ckptfsm.coordinator.adopting import adopt_directory
-from ckptfsm.coordinator.opening import refuse_other_layout
-from ckptfsm.core.documents import RunMark, decode
-from ckptfsm.core.errors import ConfigError, StepExistsError
-from ckptfsm.core.layout import FETCHING, RUN
+from ckptfsm.coordinator.bringing_back import BringBack
 from ckptfsm.core.parts import MAX_STEP
-from ckptfsm.core.ports import Storage
 from ckptfsm.core.units import bytes_text
-from ckptfsm.disk.durable import lookup
-from ckptfsm.disk.durable import put as put_file
-from ckptfsm.disk.inspection import read_commit
-from ckptfsm.disk.journal import read_history
-from ckptfsm.disk.overview import look
-from ckptfsm.disk.ownership import open_root
-from ckptfsm.disk.trash import remove_empty
-from ckptfsm.places.fetching import (
-    CopyFound,
-    Fetch,
-    choose,
-    copies_in,
-    newest_epoch_in,
-    older_than,
-)
+from ckptfsm.places.fetching import CopyFound, choose, copies_in
 from ckptfsm.places.place import CopyPlace, place_at
 from ckptfsm.views.timeline import clean
 
@@ -66,79 +47,21 @@ def fetch(
         used = bool(storage.listdir(""))
     if used:
         start(root, owner_ended)
-    with opened_storage(root) as storage:
-        refuse_other_layout(storage, chosen.layout, read_history(storage))
-        if not _is_there(storage, chosen):
-            source = _fetched(storage, place, chosen, copies)
-            adopt_directory(storage, this_process(), chosen.layout, source, chosen.step)
-            remove_empty(storage, FETCHING)
-    _take_over(root, chosen)
+    put(_brought_back(root, place, copies, chosen))
+    with owned(root, layout=chosen.layout) as (coordinator, report):
+        line = told_of_adoption(coordinator, report, chosen.step)
+    put([line])
 
 
-def _is_there(storage: Storage, chosen: CopyFound) -> bool:
-    """True if the root has this very checkpoint. Raises ``StepExistsError`` for another one."""
-    name = chosen.name
-    if lookup(storage, name) is None:
-        return False
-    found = read_commit(storage, name)
-    if found is None or found.manifest != chosen.manifest:
-        raise StepExistsError(f"{name} is taken by another checkpoint", step=chosen.step, file=name)
-    return True
-
-
-def _fetched(storage: Storage, place: CopyPlace, chosen: CopyFound, copies: list[CopyFound]) -> str:
-    """Fetch a copy while this process owns the root. Returns its directory in the root.
-
-    The root gets an epoch above all in the place: no later attempt has the name of one there.
-    """
+def _brought_back(
+    root: Path, place: CopyPlace, copies: list[CopyFound], chosen: CopyFound
+) -> list[str]:
+    """Fetch a copy, with a bar. Returns what is to be told."""
     assert chosen.manifest is not None, "chosen"
     total = sum(entry.bytes for entry in chosen.manifest.files)
-    ownership = open_root(storage, this_process(), above=newest_epoch_in(copies))
-    try:
-        _mark_run(storage, place, ownership.tag)
-        with progress_bar() as bar:
-            task = bar.add_task(chosen.name, total=total)
-            fetched = Fetch(
-                place,
-                storage,
-                chosen,
-                older_than(chosen, copies),
-                partial(bar.advance, task),
-            )
-            source = fetched.run()
-    finally:
-        ownership.release()
-    put([clean(f"fetched {chosen.name}, {bytes_text(total)}, from {place.where}")])
-    return source
-
-
-def _mark_run(storage: Storage, place: CopyPlace, tag: str) -> None:
-    """Let the root be of the run that the place belongs to: its copies go on there."""
-    data = place.read(RUN)
-    if data is None:
-        return
-    decode(RunMark, data, f"{place.where}/{RUN}")
-    if lookup(storage, RUN) is None:
-        put_file(storage, RUN, data, tag=tag)
-    elif storage.read(RUN, len(data) + 1) != data:
-        raise ConfigError(
-            f"{storage.root} belongs to another run than {place.where}: fetch into an empty root, and "
-            "move the checkpoint with ckptfsm adopt",
-            file=RUN,
-            place=place.where,
-        )
-
-
-def _take_over(root: Path, chosen: CopyFound) -> None:
-    """Adopt the checkpoint as a start does, and end the pin that adopting sets.
-
-    A death in between leaves the pin; to fetch again ends it.
-    """
-    with (
-        owned(root, layout=chosen.layout) as (coordinator, report),
-        opened_storage(root) as storage,
-    ):
-        line = told_of_adoption(coordinator, report, chosen.step)
-        if look(storage).pins.get(chosen.step) == "adopted":
-            coordinator.unpin(chosen.step)
-    put([line])
+    with opened_storage(root) as storage, progress_bar() as bar:
+        told = partial(bar.advance, bar.add_task(chosen.name, total=total))
+        back = BringBack(storage, this_process(), place, copies, told)
+        fetched = back.run(chosen)
+    said = f"fetched {chosen.name}, {bytes_text(total)}, from {place.where}"
+    return [clean(said)] if fetched else []

@@ -28,17 +28,17 @@ from ckptfsm.core.events import (
     WritersLost,
     WriteTracker,
 )
-from ckptfsm.core.layout import TRACKER, trash_dir
+from ckptfsm.core.layout import FETCHING, TRACKER, fetched_mark, parse_fetched, trash_dir
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.core.recovery import Plan, Resume
 from ckptfsm.core.recovery_refusals import hopeless
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.rollback import Intent
-from ckptfsm.disk.durable import lookup, storage_error
+from ckptfsm.disk.durable import list_names, lookup, storage_error
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History
-from ckptfsm.disk.trash import sweep_temporaries
+from ckptfsm.disk.trash import remove_empty, remove_marker, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 
@@ -72,6 +72,7 @@ class PlanRun:
             self._repair_tracker(rewrite=any(d.result is Result.ADOPTED for d in decided.decisions))
         self.applier.sort_trash(history.discarded)
         self.applier.fold(history)
+        self._end_fetches()
         self._refuse_half_open(decided.reasons)
         self.applier.keep_all = False
 
@@ -86,7 +87,8 @@ class PlanRun:
         if isinstance(action, Adopted):  # durable before any later decision relies on it
             self.applier.continue_from(action.run_seconds)
             self.applier.publisher.make_adopted_durable(action.of.step)
-            self.applier.pin(action.of.step, "adopted")
+            if lookup(self.storage, fetched_mark(action.of)) is None:
+                self.applier.pin(action.of.step, "adopted")
         if isinstance(action, FoundPublished):
             self.applier.publisher.make_published_durable(action.of.step)
         self.applier.post(action)
@@ -103,6 +105,15 @@ class PlanRun:
             raise
         except OSError as error:
             raise storage_error(error, "tracker", TRACKER) from error
+
+    def _end_fetches(self) -> None:
+        """Remove the marks of fetched checkpoints that are in the journal by now."""
+        names = list_names(self.storage, FETCHING)
+        ended = [n for n in names if parse_fetched(n) in self.applier.ledger.checkpoints]
+        for name in ended:
+            remove_marker(self.storage, f"{FETCHING}/{name}")
+        if ended == names:
+            remove_empty(self.storage, FETCHING)
 
     def _let_writers_go(self) -> None:
         """Report the writers of a roll-forward as lost that failed just now: it has none."""

@@ -80,6 +80,7 @@ class Settings(TypedDict, total=False):
     reader_timeout_s: float
     on_tracked: Sequence[Job]
     copies: Sequence[Copy]
+    fetch_from: str | None
     jobs_drain_s: float
 
 
@@ -245,6 +246,11 @@ class CheckpointConfig(BaseModel):
         default=(),
         description="places that get a copy of each tracked checkpoint, see [copies](howto-copies.md)",
     )
+    fetch_from: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="a place with copies, from which a root without a checkpoint begins, see "
+        "[copies](howto-copies.md#begin-from-a-copy)",
+    )
     jobs_drain_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = Field(
         default=0.0,
         description="longest wait of `close` for jobs that wait or run, on rank 0; seconds",
@@ -323,6 +329,12 @@ class CheckpointConfig(BaseModel):
     def jobs(self) -> tuple[Job, ...]:
         """All that runs after a checkpoint is tracked."""
         return (*self.on_tracked, *(copy.job for copy in self.copies))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The places of copies that a run writes to or begins from."""
+        begin = () if self.fetch_from is None else (self.fetch_from,)
+        return (*(copy.to for copy in self.copies), *begin)
 
     @property
     def holds(self) -> dict[str, int]:

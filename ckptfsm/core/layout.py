@@ -41,6 +41,7 @@ CLAIM = f"{PRIVATE}/claim.json"  # inside a step's directory in a place for copi
 RECEIPTS = f"{PRIVATE}/receipts"
 PLANNED = f"{PRIVATE}/planned"
 
+_WHOLE = ".whole"
 _ATTEMPT = re.compile(r"(\d{1,16})\.e(\d{1,9})\.a(\d{1,9})\Z")
 _EPOCH = re.compile(r"epoch-(\d{6,9})\Z")
 _REQUEST = re.compile(r"([0-9a-f]{32})\.json\Z")
@@ -128,6 +129,16 @@ def trash_dir(of: AttemptId) -> str:
 
 def fetching_dir(of: AttemptId) -> str:
     return f"{FETCHING}/{of}"
+
+
+def fetched_mark(of: AttemptId) -> str:
+    """An empty file: this attempt was fetched whole, so a start adopts it as the root's own."""
+    return f"{FETCHING}/{of}{_WHOLE}"
+
+
+def parse_fetched(name: str) -> AttemptId | None:
+    """The attempt of a mark of a fetch, or None."""
+    return parse_attempt(name.removesuffix(_WHOLE)) if name.endswith(_WHOLE) else None
 
 
 def begun_name(of: AttemptId) -> str:

@@ -368,7 +368,7 @@ RULES: Final[tuple[Rule, ...]] = (
         is_complete,
         R.ADOPTED,
         (Adopted,),
-        "complete, and no journal explains it: adopted in place and pinned",
+        "complete, and no journal explains it: adopted in place",
     ),
     Rule("unknown", (S.ABSENT,), always, R.REPORTED, (), _of_the_directory),
 )

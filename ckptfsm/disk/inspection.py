@@ -43,6 +43,7 @@ from ckptfsm.core.layout import (
     join,
     parse_aside,
     parse_attempt,
+    parse_fetched,
     parse_pin,
     parse_reader,
     parse_tracker,
@@ -395,7 +396,8 @@ def unnamed_checkpoints(storage: Storage, layout: Layout, names: Iterable[str]) 
 
 def _half_fetched(storage: Storage) -> Iterator[str]:
     """In words: the checkpoints whose fetch has not ended. A start at zero would pass them over."""
-    for name in list_names(storage, FETCHING):
+    # A mark is of a whole one, which may have its published name by now.
+    for name in [n for n in list_names(storage, FETCHING) if parse_fetched(n) is None]:
         yield f"{FETCHING}/{name} is a checkpoint that ckptfsm fetch has not completed: fetch it again"
 
 

@@ -45,8 +45,11 @@ class DirectoryPlace:
         try:
             storage = PosixStorage(self.where, create=self._create)
         except ConfigError as error:
+            missing = error.facts.get("reason") == "missing"
+            said = "there is no such directory" if missing else error.message
             raise PlaceFailed(
-                f"{error.message}: is {self.where} mounted on this host?", place=self.where
+                f"{said}: is {self.where} mounted on this host? Before the first copy, make it",
+                place=self.where,
             ) from error
         if self._create and lookup(storage, JOURNAL) is not None:
             raise ConfigError(

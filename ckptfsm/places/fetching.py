@@ -137,9 +137,8 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
         asked = copy.step == step if step is not None else _may_be_later(copy, found)
         if copy.data and copy.manifest is None and asked:
             older = older_than(copy, copies)
-            way = (
-                f"; the next older copy is of step {older[-1]}: --step {older[-1]}" if older else ""
-            )
+            how = f"ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
+            way = f"; the next older copy is of step {older[-1]}: {how}" if older else ""
             raise CopyDamaged(
                 f"{place.where}/{copy.name}/{MANIFEST}: {copy.problem}{way}",
                 place=place.where,

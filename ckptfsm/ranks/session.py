@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from ckptfsm.adapters.notices import say, warn_at_end, warn_caller
 from ckptfsm.adapters.signals import OneCall
+from ckptfsm.coordinator.bringing_back import bring_back_if_empty
 from ckptfsm.coordinator.coordinator import ROOT_WAIT_S, Coordinator, CoordinatorOptions
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
@@ -50,6 +51,7 @@ from ckptfsm.ranks.coordinator_client import (
     first_problem,
     share_answer,
 )
+from ckptfsm.ranks.first_fetch import FirstFetch, StillFetching
 from ckptfsm.ranks.handle import SaveHandle, View
 from ckptfsm.ranks.participant import Hook, Participant, handle_done, nothing_unfinished
 from ckptfsm.ranks.restoring import Restorer
@@ -118,13 +120,14 @@ class Session:
 
     def _open(self, problem: CkptFsmError | None) -> None:
         """Open the root at rank 0 and share its content, or raise on every rank, as for ``problem``."""
-        answer = Answer()
+        answer, warning = Answer(), ""
         if self.rank == 0:
             try:
                 require_commands(self.config.jobs)
-                for copy in self.config.copies:
-                    place_at(copy.to)  # what it needs is installed
+                for url in self.config.places:
+                    place_at(url)  # what it needs is installed
                 self._storage = self._ports.open_storage(True)
+                warning = self._fetch_first()
                 identity = self._ports.identity()
                 coordinator = self._make_coordinator(self._storage, identity)
                 self._client.start(coordinator, self._ports.executor())
@@ -139,6 +142,8 @@ class Session:
             except BaseException as error:  # a Ctrl-C too: the other ranks wait for the broadcast
                 answer = answer_of(error)
         answer = share_answer(self._ports.transport, answer)
+        while isinstance(answer.value, StillFetching):
+            answer = share_answer(self._ports.transport, answer)
         raised = answer.problem or problem or carried(self._open_at_another_rank, answer)
         said = "" if raised is None else f"rank {self.rank}: {describe(raised)}"
         first = first_problem(self._ports.transport, said)
@@ -154,6 +159,25 @@ class Session:
             agent.start()
             self._share.agent = agent
         self._note_recovery()
+        if warning:
+            self._participant.warn_later(RecoveryWarning(warning))
+
+    def _fetch_first(self) -> str:
+        """Bring a copy back into a root that has no checkpoint, as ``fetch_from`` asks. A warning."""
+        config = self.config
+        if config.fetch_from is None or config.resume == "fresh":
+            return ""
+        identity = self._ports.identity()
+        fetch = partial(
+            bring_back_if_empty,
+            self._storage,
+            identity,
+            config.fetch_from,
+            partial(self._make_coordinator, self._storage, identity),
+            LAYOUTS[config.layout],
+        )
+        tell_s = config.exchange_timeout_s / 4
+        return FirstFetch(self._ports.transport, self._one_call.hear).run(fetch, tell_s)
 
     def _open_at_another_rank(self, answer: Answer) -> None:
         """Open this rank's storage, unless its settings differ: the ranks' exchanges would not meet."""

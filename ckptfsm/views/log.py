@@ -36,7 +36,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "writers_lost": "has no living writer",
         "cleaned": "was given up, and its files were moved out of the way",
         "found_published": "was found complete at its name by a restart",
-        "adopted": "was adopted as another program wrote it, and pinned",
+        "adopted": "was adopted: complete, and of no journal here",
         "withdrawn": "was withdrawn",
     }
 )

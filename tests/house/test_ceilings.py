@@ -21,23 +21,23 @@ LINES = MappingProxyType(
     {
         "": 140,
         "adapters": 3520,
-        "cli": 2060,
-        "coordinator": 2020,
-        "core": 7050,
+        "cli": 1990,
+        "coordinator": 2190,
+        "core": 7060,
         "dcp": 4830,
         "demo": 1030,
-        "disk": 4770,
+        "disk": 4780,
         "follow": 1210,
         "integrations": 5750,
         "megatron": 2100,
         "places": 1180,
-        "ranks": 4500,
+        "ranks": 4590,
         "testing": 2340,
         "views": 1380,
         "writers": 2310,
     }
 )
-WORDS, PAGES = 57_100, 62  # of Markdown in docs and specs
+WORDS, PAGES = 57_400, 62  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (340, 63), (510, 78)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen

@@ -28,8 +28,8 @@ SUBPACKAGES = (
     "adapters",
     "disk",
     "writers",
-    "coordinator",
     "places",
+    "coordinator",
     "follow",
     "ranks",
     "dcp",
@@ -43,7 +43,7 @@ SUBPACKAGES = (
 TORCH = ("dcp", "megatron", "integrations")
 APART = {  # subpackages that are earlier in the list, and yet not to be imported
     "follow": {"writers", "coordinator"},
-    "places": {"writers", "coordinator"},
+    "places": {"writers"},
     "views": {"adapters", "writers", "coordinator", "follow", "places", "ranks", *TORCH},
     "testing": {*TORCH, "views"},
     "demo": {"integrations"},

@@ -414,6 +414,7 @@ def test_every_setting_has_an_effect_or_is_refused():
         "reader_timeout_s",
         "on_tracked",
         "copies",
+        "fetch_from",
         "jobs_drain_s",
     }
     heeded = of_controller | set(trainer_module._WORKER_SETTINGS)

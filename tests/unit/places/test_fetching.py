@@ -55,9 +55,8 @@ def test_what_is_there_is_not_fetched_again_and_another_attempt_is_refused(
     """Catches: a second fetch that damages, or takes another attempt for this one."""
     back = tmp_path / "back"
     said(capsys, "fetch", url, back, "--step", 10)
-    said(capsys, "pin", 10, back, "--reason", "adopted")  # as a fetch leaves it that was killed
     assert "fetched" not in said(capsys, "fetch", url, back, "--step", 10)
-    assert "adopted" not in said(capsys, "explain", 10, back).replace("adopted from", "")
+    assert "pin" not in said(capsys, "explain", 10, back)
     said(capsys, "pin", 10, back, "--reason", "for the paper")
     said(capsys, "fetch", url, back, "--step", 10)
     assert "for the paper" in said(capsys, "explain", 10, back)
