@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.adopting import adopt_directory
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.opening import refuse_other_layout
@@ -36,6 +38,8 @@ from ckptfsm.places.fetching import (
     older_than,
 )
 from ckptfsm.places.place import CopyPlace, place_at
+
+log = logging.getLogger("ckptfsm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,11 @@ def bring_back_if_empty(
             key="layout",
             place=place.where,
         )
+    where = f"{place.where}/{chosen.name}"
+    said = f"the root has no checkpoint: fetches {where}"
+    say(log.info, "fetch_begun", said, place=place.where, step=chosen.step)
     back.run(chosen)
+    say(log.info, "fetch_ended", f"fetched {where}", place=place.where, step=chosen.step)
     return ""
 
 
