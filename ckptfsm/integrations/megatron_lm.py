@@ -123,9 +123,10 @@ class MegatronLMCheckpoints:
         """
         root = self._root_of(directory)
         if root not in self._managers:
-            last = {"retention": LatestN(1)} if non_persistent else {}
-            config = self._config.model_copy(update=last)
-            hooks = () if non_persistent else self._hooks  # two roots would be mixed
+            config, hooks = self._config, self._hooks
+            if non_persistent:  # hooks, jobs and copies would mix two roots
+                alone = {"on_tracked": (), "copies": (), "fetch_from": None}
+                config, hooks = config.model_copy(update={"retention": LatestN(1), **alone}), ()
             manager = CheckpointManager(root, config, hooks=hooks)
             self._managers[root] = manager
             if self._attached:

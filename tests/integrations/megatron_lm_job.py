@@ -28,6 +28,7 @@ from megatron_lm_cpu import without_cuda
 from training_jobs import let_writers_stand
 
 from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.jobs import Copy
 from ckptfsm.integrations.megatron_lm import (
     _IN_ASYNC_UTILS,
     _IN_CHECKPOINTING,
@@ -118,12 +119,13 @@ def train(
     flags: str,
     installed: bool = True,
     queue: bool = False,
+    place: str = "",
     **watch: Any,
 ) -> Told:
     """Run ``pretrain`` once: load from ``root``, train, and save into it.
 
     ``queue``: only the queue is ours. ``writers`` of the outcome: the number of writers of that
-    queue.
+    queue. ``place``: has the copies, and is begun from.
 
     The process group and megatron-core's queue of results are made before; ``pretrain`` finds them.
     """
@@ -137,6 +139,8 @@ def train(
         settings: Told = {**TIMES}
         if watched.gate:
             settings["engine"] = "fork"  # a forked writer waits at the gate
+        if place:
+            settings |= {"copies": (Copy(place),), "fetch_from": place, "jobs_drain_s": 60}
         owner = install(**settings) if installed else contextlib.nullcontext()
         calls = AsyncCallsQueue(**TIMES)
         if queue:

@@ -10,6 +10,7 @@ bit for bit.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -298,17 +299,29 @@ def test_a_torn_tracker_is_mended_before_the_load(train: Trainer, text: str) -> 
     assert tracked_step(train.root) == 6
 
 
-def test_a_non_persistent_checkpoint_is_found_by_stock_code(train: Trainer) -> None:
+def test_a_non_persistent_checkpoint_is_found_by_stock_code(train: Trainer, tmp_path: Path) -> None:
     """Catches: another directory than the one that stock code reads, or one that keeps more than
-    the last.
+    the last; one that is copied over the run's own copies.
     """
     fast = "--save-interval 4 --non-persistent-save-interval 1 --non-persistent-ckpt-type global"
-    train(f"--train-iters 6 {ASYNC} {fast}", begins=0)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    train(f"--train-iters 6 {ASYNC} {fast}", begins=0, place=str(copies))
+    assert steps_on_disk(copies) == [4, 6]
     place = train.root / "non_persistent"
     assert (tracked_step(place), steps_on_disk(place)) == (6, [6])
     for step in (4, 6):
         path_of(train.root, step).rename(train.root / f"gone_{step}")
     train.stock(f"--train-iters 8 {fast}", begins=6)
+
+
+def test_a_lost_machine_goes_on_from_a_copy(train: Trainer, tmp_path: Path) -> None:
+    """Catches: a trainer that looks for its checkpoints before they are fetched."""
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    train(f"--train-iters 4 {ASYNC} --save-interval 2", begins=0, place=str(copies))
+    shutil.rmtree(train.root)
+    train(f"--train-iters 6 {ASYNC} --save-interval 2", begins=4, place=str(copies))
 
 
 def test_a_local_checkpoint_is_found_by_stock_code(train: Trainer, tmp_path: Path) -> None:
