@@ -41,7 +41,7 @@ from ckptfsm.core.documents import (
     raise_newer,
 )
 from ckptfsm.core.errors import IllegalTransition, JournalCorrupt, OutcomeUnknown, StorageError
-from ckptfsm.core.events import UNUSABLE
+from ckptfsm.core.events import UNUSABLE, Withdrawn
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.ledger import Ledger, with_metrics
 from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State
@@ -88,8 +88,17 @@ class Segment(NamedTuple):
 @collection_paused()
 def parse_segment_bytes(epoch: int, data: bytes, file: str) -> Segment:
     """Parse a segment. Raises ``JournalCorrupt`` with the offset of damage before its end."""
-    records: list[Record] = []
-    end = offset = 0
+    found = list(_records_in(data, file))
+    end = found[-1][1] if found else 0
+    return Segment(epoch, tuple(record for record, _ in found), end, zlib.crc32(data[:end]))
+
+
+def _records_in(data: bytes, file: str) -> Iterator[tuple[Record, int]]:
+    """The records of a segment, each with the length up to and including it.
+
+    One after the other: 100,000 at once would cost the garbage collector more than their parsing.
+    """
+    offset = 0
     torn_at: int | None = None
     for line in data.rstrip(b"\n").split(b"\n"):  # thousands of blank lines are padding
         body = decode_line(line) if line else None
@@ -98,12 +107,10 @@ def parse_segment_bytes(epoch: int, data: bytes, file: str) -> Segment:
                 raise JournalCorrupt(
                     "journal damaged before its last record", file=file, offset=torn_at
                 )
-            records.append(_decode_record(body, file, offset))
-            end = min(offset + len(line) + 1, len(data))
+            yield _decode_record(body, file, offset), min(offset + len(line) + 1, len(data))
         elif line and torn_at is None:
             torn_at = offset
         offset += len(line) + 1
-    return Segment(epoch, tuple(records), end, zlib.crc32(data[:end]))
 
 
 def _decode_record(body: bytes, file: str, offset: int) -> Record:
@@ -169,6 +176,11 @@ def read_segment(storage: Storage, epoch: int) -> Segment:
     Raises ``JournalCorrupt`` if the segment is damaged, or larger than any segment can be. The size
     rules out a torn tail without a search for valid records.
     """
+    return parse_segment_bytes(epoch, _checked_bytes(storage, epoch), _file_of(epoch))
+
+
+def _checked_bytes(storage: Storage, epoch: int) -> bytes:
+    """The bytes of a segment. Raises ``JournalCorrupt`` as ``read_segment`` does for its size."""
     file = _file_of(epoch)
     size = storage.stat(file).size
     if size > MAX_SEGMENT_BYTES:
@@ -177,7 +189,7 @@ def read_segment(storage: Storage, epoch: int) -> Segment:
             file=file,
             offset=MAX_SEGMENT_BYTES,
         )
-    return parse_segment_bytes(epoch, _bytes_of(storage, epoch), file)
+    return _bytes_of(storage, epoch)
 
 
 def read_history(storage: Storage, known: History | None = None) -> History:
@@ -197,14 +209,20 @@ def read_history(storage: Storage, known: History | None = None) -> History:
 
 def _read(storage: Storage) -> History:
     epochs = _segment_epochs(storage)
-    newest = _newest_begun(storage, epochs)
-    if newest is None:
-        return History(Ledger(), 0.0, (), max(epochs, default=0))
-    opened = _opening_of(newest)
-    there = _check_seals(storage, opened.seals)
-    missing = tuple(_file_of(seal.epoch) for seal in opened.seals if seal not in there)
-    seals = (*there, Seal(epoch=newest.epoch, bytes=newest.end, crc32=newest.crc32))
-    return replace(_replay(newest, opened, seals, max(epochs)), missing=missing)
+    for epoch in reversed(epochs):
+        data = _checked_bytes(storage, epoch)
+        records = _records_in(data, _file_of(epoch))
+        first = next(records, None)
+        if first is not None:
+            opened = _opening_of(epoch, first[0])
+            there = _check_seals(storage, opened.seals)
+            missing = tuple(_file_of(seal.epoch) for seal in opened.seals if seal not in there)
+            replayed = _Replay(_file_of(epoch), opened, first[1])
+            replayed.take(records)
+            end = replayed.end
+            newest = Seal(epoch=epoch, bytes=end, crc32=zlib.crc32(data[:end]))
+            return replayed.history((*there, newest), epochs[-1], missing)
+    return History(Ledger(), 0.0, (), max(epochs, default=0))
 
 
 def _newest_begun(storage: Storage, epochs: Sequence[int]) -> Segment | None:
@@ -213,13 +231,12 @@ def _newest_begun(storage: Storage, epochs: Sequence[int]) -> Segment | None:
     return next((segment for segment in segments if segment.records), None)
 
 
-def _opening_of(segment: Segment) -> SegmentOpened:
-    opened = segment.records[0]
-    if not isinstance(opened, SegmentOpened) or opened.epoch != segment.epoch:
+def _opening_of(epoch: int, first: Record) -> SegmentOpened:
+    if not isinstance(first, SegmentOpened) or first.epoch != epoch:
         raise JournalCorrupt(
-            "a segment does not begin with its own opening", file=_file_of(segment.epoch), offset=0
+            "a segment does not begin with its own opening", file=_file_of(epoch), offset=0
         )
-    return opened
+    return first
 
 
 def sealed_segments(storage: Storage) -> list[Segment]:
@@ -232,7 +249,7 @@ def sealed_segments(storage: Storage) -> list[Segment]:
         return []
     sealed = [
         parse_segment_bytes(seal.epoch, data, _file_of(seal.epoch))
-        for seal, data in _sealed(storage, _opening_of(newest).seals)
+        for seal, data in _sealed(storage, _opening_of(newest.epoch, newest.records[0]).seals)
     ]
     return [*(segment for segment in sealed if segment.records), newest]
 
@@ -341,65 +358,89 @@ class Replayed:
     def __init__(self, base: Checkpoint, at: str = "") -> None:
         self.step, self.state, self.at = base.step, base.state, at
         self._base = base
-        self._told: dict[str, Any] | None = None  # by its moves
+        self._told: dict[str, Any] = {}  # by its moves
+        self._moved = False
 
     def move(self, record: TransitionRecord) -> None:
         """Take a legal move of this checkpoint."""
-        self.state, self.at = record.dest, record.at
-        told = {name: getattr(record, name) for name in _CARRIED}
-        self._told = (self._told or {}) | {name: value for name, value in told.items() if value}
+        self.state, self.at, self._moved = record.dest, record.at, True
+        for name in _CARRIED:
+            if value := getattr(record, name):
+                self._told[name] = value
 
     def finish(self) -> Checkpoint:
         """The checkpoint after all records that were taken."""
         base = self._base
-        if self._told is None:
+        if not self._moved:
             return base
         forked = base.writers if self.state is not State.REQUESTED else base.forked
         return replace(base, state=self.state, forked=forked, **self._told)
 
 
-@collection_paused()
-def _replay(
-    segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int
-) -> History:
-    file = _file_of(segment.epoch)
-    checkpoints = {c.id: Replayed(c) for c in map(checkpoint_of, opened.checkpoints)}
-    if len(checkpoints) != len(opened.checkpoints):
-        raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
-    known = set(checkpoints)
-    run_seconds = opened.run_seconds
-    intent = Intent.carried_by(opened)
-    failed: dict[AttemptId, str] = {}
-    for index, record in enumerate(segment.records[1:], start=1):
-        intent = intent.after(record, checkpoints)
-        match record:
-            case TransitionRecord():
-                _note_failure(failed, record)
-                of = replay_transition(checkpoints, record, file, index)
-                if record.created is not None:
-                    known.add(of)
-                run_seconds = max(run_seconds, record.run_seconds)
-            case MetricsRecorded():
-                replay_metrics(checkpoints, record, file, index)
-            case SegmentClosed():
-                run_seconds = max(run_seconds, record.run_seconds)
-            case SegmentOpened():
-                raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
-    ledger = Ledger(MappingProxyType({of: c.finish() for of, c in checkpoints.items()}))
-    return History(
-        ledger,
-        run_seconds,
-        seals,
-        newest,
-        intent,
-        frozenset(known),
-        opened.layout,
-        lost_without(ledger, intent),
-        MappingProxyType({of: c.at for of, c in checkpoints.items() if c.at}),
-        opened.retention,
-        failed=tuple(failed.values()),
-        holds=opened.holds,
-    )
+class _Replay:
+    """The replay of a segment, record by record. ``end``: the length up to the last one."""
+
+    def __init__(self, file: str, opened: SegmentOpened, end: int) -> None:
+        self.end = end
+        self._file, self._opened = file, opened
+        self._checkpoints = {c.id: Replayed(c) for c in map(checkpoint_of, opened.checkpoints)}
+        if len(self._checkpoints) != len(opened.checkpoints):
+            raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
+        self._known = set(self._checkpoints)
+        self._run_seconds = opened.run_seconds
+        carried = Intent.carried_by(opened)
+        self._intent = NO_INTENT if carried == NO_INTENT else carried
+        self._failed: dict[AttemptId, str] = {}
+
+    @collection_paused()
+    def take(self, records: Iterator[tuple[Record, int]]) -> None:
+        """Replay the records after the opening."""
+        for index, (record, self.end) in enumerate(records, start=1):
+            # Nearly all records are moves, and nearly none of them has to do with a rollback.
+            if isinstance(record, TransitionRecord):
+                if self._intent is not NO_INTENT or record.event == Withdrawn.name:
+                    self._intent = self._intent.after(record, self._checkpoints)
+                self._take_move(record, index)
+                continue
+            self._intent = self._intent.after(record, self._checkpoints)
+            match record:
+                case MetricsRecorded():
+                    replay_metrics(self._checkpoints, record, self._file, index)
+                case SegmentClosed():
+                    self._run_seconds = max(self._run_seconds, record.run_seconds)
+                case SegmentOpened():
+                    raise JournalCorrupt(
+                        "a segment is opened twice", file=self._file, offset=0, record=index
+                    )
+
+    def _take_move(self, record: TransitionRecord, index: int) -> None:
+        _note_failure(self._failed, record)
+        of = replay_transition(self._checkpoints, record, self._file, index)
+        if record.created is not None:
+            self._known.add(of)
+        if record.run_seconds > self._run_seconds:
+            self._run_seconds = record.run_seconds
+
+    @collection_paused()
+    def history(self, seals: tuple[Seal, ...], newest: int, missing: tuple[str, ...]) -> History:
+        """What the records say. ``newest``: the greatest epoch that has a segment."""
+        opened, checkpoints = self._opened, self._checkpoints
+        ledger = Ledger(MappingProxyType({of: c.finish() for of, c in checkpoints.items()}))
+        return History(
+            ledger,
+            self._run_seconds,
+            seals,
+            newest,
+            self._intent,
+            frozenset(self._known),
+            opened.layout,
+            lost_without(ledger, self._intent),
+            MappingProxyType({of: c.at for of, c in checkpoints.items() if c.at}),
+            opened.retention,
+            missing,
+            tuple(self._failed.values()),
+            opened.holds,
+        )
 
 
 def _note_failure(failed: dict[AttemptId, str], record: TransitionRecord) -> None:
