@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import DamagedRoot, RestoreFailed
+from ckptfsm.core.errors import DamagedRoot, RestoreFailed, describe
 from ckptfsm.core.parts import PerRank
 from ckptfsm.dcp.fast_load import (
     Filled,
@@ -192,6 +193,21 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._checked
+
+
+def read_tensor(part: str, directory: str, metadata: Metadata, key: str) -> torch.Tensor:
+    """A whole tensor in host memory, without a process group. Raises ``RestoreFailed``."""
+    about = metadata.state_dict_metadata[key]
+    assert isinstance(about, TensorStorageMetadata)
+    value = torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = _Reader(directory, metadata)
+    try:
+        _load_state_dict({key: value}, reader, no_dist=True, planner=planner)
+    except (Exception, CheckpointException) as error:
+        said = f"part {part!r}: key {key!r} cannot be read: {describe(error)}"
+        raise RestoreFailed(said, part=part, key=key, file=directory) from error
+    return value
 
 
 def _given_back(state: dict[Any, Any], filled: Mapping[Any, Any]) -> dict[Any, Any]:
