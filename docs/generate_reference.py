@@ -60,6 +60,7 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "RemoteCopy"),
         "accelerate": ("install", "AcceleratorCheckpoints"),
         "transformers": ("install", "TrainerCheckpoints", "SaveTotalLimit"),
+        "hugging_face": ("export",),
         "workers": ("Calls", "RayCalls"),
         "metrics.prometheus": ("PrometheusMetrics",),
         "metrics.spans": ("CheckpointSpans",),
