@@ -47,10 +47,11 @@ def test_a_target_that_was_changed_since_it_ran_is_due(capsys):
 @pytest.mark.parametrize(
     ("file", "targets"),
     [
-        ("ckptfsm/integrations/queue.py", ("ray", "verl-0.9.1")),
+        ("ckptfsm/integrations/queue.py", ("ray", "verl-0.9.1", "megatron-bridge-0.6")),
         ("ckptfsm/integrations/verl/trainer.py", ("verl-0.9.1",)),
         ("ckptfsm/integrations/ray.py", ("ray",)),
-        ("ckptfsm/adapters/versions.py", ("ray", "verl-0.9.1")),
+        ("ckptfsm/integrations/hugging_face.py", ("megatron-bridge-0.6",)),
+        ("ckptfsm/adapters/versions.py", ("ray", "verl-0.9.1", "megatron-bridge-0.6")),
         ("tests/integrations/verl_job.py", ("verl-0.9.1",)),
         ("tests/integrations/test_ray.py", ("ray",)),
     ],
@@ -65,7 +66,8 @@ def test_a_changed_file_is_noticed(tmp_path, monkeypatch, file, targets):
     versions = tmp_path / "ckptfsm/adapters/versions.py"
     versions.parent.mkdir(parents=True, exist_ok=True)
     versions.touch()
-    before = {name: TARGETS[name].ran_with for name in ("ray", "verl-0.9.1")}
+    names = ("ray", "verl-0.9.1", "megatron-bridge-0.6")
+    before = {name: TARGETS[name].ran_with for name in names}
     changed.write_text("# two")
     assert tuple(n for n, ran in before.items() if TARGETS[n].ran_with != ran) == targets
 

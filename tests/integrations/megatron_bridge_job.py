@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import forkserver
 import megatron_bridge_cpu  # first: it stands in for what needs a GPU
+import torch
 from jobs import Here, Told
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.bridge.training import config as settings
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
@@ -17,6 +20,9 @@ from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from transformers import LlamaConfig
+
+from ckptfsm.integrations.hugging_face import HuggingFaceSettings, export_checkpoint
 
 OURS = "ckptfsm.integrations.megatron_bridge.BridgeCheckpoints"
 LENGTH = 16
@@ -31,9 +37,10 @@ _NO_FUSION = (
 )
 
 
-def configured(root: str, last: int, **checkpoint: Any) -> Any:
+def configured(root: str, last: int, model: Any = None, **checkpoint: Any) -> Any:
     return settings.ConfigContainer(
-        model=GPTModelProvider(
+        model=model
+        or GPTModelProvider(
             num_layers=1,
             hidden_size=32,
             num_attention_heads=2,
@@ -109,6 +116,53 @@ def train(here: Here, root: str, last: int, ours: bool, **checkpoint: Any) -> To
     with megatron_bridge_cpu.without_cuda(), contextlib.suppress(SystemExit):
         pretrain(configured(root, last, **given), watched)
     return {"digests": watched.digests}
+
+
+def train_llama(here: Here, root: str, described: str, values: str) -> Told:
+    """Train and save a tiny Llama, whose configuration for transformers goes to ``described``, and its
+    parameters to ``values``."""
+    here.join()
+    register_allowed_target_prefix("ckptfsm")
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    more = {
+        "seq_length": LENGTH,
+        "transformer_layer_spec": local_layer_spec,
+        "bf16": False,
+    }
+    for name, value in {**dict.fromkeys(_NO_FUSION, False), **more}.items():
+        setattr(provider, name, value)
+    trained: list[Any] = []
+
+    def forward(
+        state: GlobalState, data: Any, model: Any, return_schedule_plan: bool = False
+    ) -> Any:
+        trained[:] = [model]
+        return forward_step(state, data, model, return_schedule_plan)
+
+    given = {"async_save": True, "custom_manager_class": OURS}
+    with megatron_bridge_cpu.without_cuda(), contextlib.suppress(SystemExit):
+        pretrain(configured(root, 2, provider, **given), forward)
+    if here.rank == 0:
+        config.save_pretrained(described)
+        torch.save({k: v.detach() for k, v in trained[0].named_parameters()}, values)
+    return {}
+
+
+def export(here: Here, path: str, step: int, to: str, described: str) -> Told:
+    """What the job does, in a process without a process group."""
+    given = HuggingFaceSettings(to=to, model=described)
+    with megatron_bridge_cpu.without_cuda():
+        return {"said": export_checkpoint(Path(path), step, given)}
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 IN_A_CLONE = "megatron-lm-clone"
 NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
 NVRX = {"nvidia-resiliency-ext"}
-TRAINERS = (  # whose files are not shared; the copies are no trainer
+TRAINERS = (  # whose files are not shared; copies and exports are no trainers
     "ray",
     "verl",
     "torchtitan",
@@ -65,7 +65,9 @@ TRAINERS = (  # whose files are not shared; the copies are no trainer
     "lightning",
     "megatron-bridge",
     "places",
+    "hugging-face",
 )
+EXPORTED = ("transformers", "megatron-bridge")  # whose targets test the export, too
 BROUGHT = ("accelerate", "transformers")  # by other trainers, too
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
@@ -119,7 +121,11 @@ LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
 SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
 LIGHTNING_TESTS = ("tests/integrations/test_lightning.py",)
-HF_TESTS = ("tests/integrations/test_accelerate.py", "tests/integrations/test_transformers.py")
+HF_TESTS = (
+    "tests/integrations/test_accelerate.py",
+    "tests/integrations/test_transformers.py",
+    "tests/integrations/test_hugging_face.py",
+)
 # verl is installed without the packages it names, because many are not imported here. These are.
 VERL_PLAIN = (
     "omegaconf",
@@ -289,6 +295,11 @@ class Target:
         """What the environment holds."""
         return _digest([self.asked, *_named()])
 
+    def has_files_of(self, trainer: str) -> bool:
+        """Whether the target's tests are about a trainer."""
+        words = EXPORTED if trainer == "hugging-face" else (trainer,)
+        return any(word in self.name for word in words)
+
     @property
     def ran_with(self) -> str:
         """Of the row in ``ran.json``: the integrations, their tests, and what this target is.
@@ -299,7 +310,7 @@ class Target:
             *(ROOT / "ckptfsm/integrations").rglob("*.py"),
             *(ROOT / "tests/integrations").glob("*.py"),
         ]
-        others = [trainer for trainer in TRAINERS if trainer not in self.name]
+        others = [trainer for trainer in TRAINERS if not self.has_files_of(trainer)]
         if not set(self.tests) & set(TODAY_TESTS):
             files = [file for file in files if not file.stem.endswith("_today")]
         used = {file for file in files if not any(_is_of(file, other) for other in others)}

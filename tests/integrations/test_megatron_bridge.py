@@ -15,6 +15,7 @@ if not (
 ):  # importing it needs a GPU's packages
     pytest.skip("megatron.bridge is not there", allow_module_level=True)
 
+import torch  # noqa: E402
 from cluster import (  # noqa: E402  of tests/megatron, which only run.py puts on the path
     Cluster,
     ForkServer,
@@ -22,6 +23,7 @@ from cluster import (  # noqa: E402  of tests/megatron, which only run.py puts o
     steps_on_disk,
     tracked_step,
 )
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from ckptfsm.core.errors import ConfigError  # noqa: E402
 
@@ -77,6 +79,54 @@ def test_stock_and_we_go_on_from_each_other_bit_for_bit(cluster: Cluster, tmp_pa
     assert {**stock, **ours, **again} == whole
     assert [min(map(int, each)) for each in (stock, ours, again)] == [0, 3, 7]
     assert {8, 9} <= set(steps_on_disk(root))
+
+
+def test_a_checkpoint_of_ours_is_exported_and_transformers_loads_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Catches: a directory of ours that Bridge's export does not read; weights of another step."""
+    described, values, to = (str(tmp_path / name) for name in ("hf", "values.pt", "out"))
+    path = tmp_path / "root/iter_0000002"
+    given = {"root": str(path.parent), "values": values}
+    cluster.run("megatron_bridge_job.train_llama", described=described, **given)
+    given = {"path": str(path), "step": 2, "to": to}
+    [_] = cluster.run("megatron_bridge_job.export", ranks=1, described=described, **given)
+    exported = f"{to}/step_0000002"
+    model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(told.values()), told
+    wanted, found = in_names_of_llama(torch.load(values)), model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def in_names_of_llama(megatron: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Megatron's parameters of two layers, as transformers has them."""
+    found = {}
+    for here, there in {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.final_layernorm": "model.norm",
+        "output_layer": "lm_head",
+    }.items():
+        found[f"{there}.weight"] = megatron[f"module.{here}.weight"]
+    for layer in ("layers.0", "layers.1"):
+        values = {
+            name.removeprefix(f"module.decoder.{layer}."): value for name, value in megatron.items()
+        }
+        groups = values["self_attention.linear_qkv.weight"].reshape(2, 4, 8, 32)  # of two queries
+        gate, up = values["mlp.linear_fc1.weight"].chunk(2)
+        for name, value in {
+            "self_attn.q_proj": groups[:, :2].reshape(32, 32),
+            "self_attn.k_proj": groups[:, 2].reshape(16, 32),
+            "self_attn.v_proj": groups[:, 3].reshape(16, 32),
+            "self_attn.o_proj": values["self_attention.linear_proj.weight"],
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": values["mlp.linear_fc2.weight"],
+            "input_layernorm": values["input_layernorm.weight"],
+            "post_attention_layernorm": values["pre_mlp_layernorm.weight"],
+        }.items():
+            found[f"model.{layer}.{name}.weight"] = value
+    return found
 
 
 @pytest.mark.parametrize(
