@@ -69,6 +69,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {"model": MODEL, "optimizer": {"model.w": torch.ones(2)}, "epoch": 3}
     with CheckpointManager(place / "root") as ckpts:
         ckpts.save(10, state).wait()
+        ckpts.save(
+            20, parts={"actor": {"w": torch.ones(2)}, "critic": {"w": torch.zeros(3)}}
+        ).wait()
     hf = place / "hf"
     hf.mkdir()
     for name in ("config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"):
@@ -184,6 +187,15 @@ def test_floats_in_another_type_and_only_a_subtree(place: Path) -> None:
             for name, value in MODEL["norm"].items()
         },
     )
+
+
+def test_of_several_parts_one_is_named(place: Path) -> None:
+    """Catches: the critic exported as the model, because it stands first."""
+    step = place / "root/iter_0000020"
+    with pytest.raises(ConfigError, match=r"has 2 parts .* 'actor' \(dcp\), 'critic' \(dcp\)"):
+        export_checkpoint(step, 20, settings(place, prefix=""))
+    export_checkpoint(step, 20, settings(place, prefix="", part="critic"))
+    assert_same(read(place / "out/step_0000020/model.safetensors"), {"w": torch.zeros(3)})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
