@@ -194,7 +194,10 @@ class CopyDamaged(DamagedRoot):
 
 
 class PlaceInUse(CkptFsmError):
-    """A name in a place for copies belongs to another run or attempt (``place``, ``object``)."""
+    """A name in a place for copies or exports belongs to another run or attempt.
+
+    It has ``place`` and ``object``.
+    """
 
     kind = "place_in_use"
     advice = "do what the message says; nothing was changed in the place"
