@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ckptfsm.adapters.posix_storage import PosixStorage, opened_storage
@@ -387,7 +388,7 @@ def _by_bridge(
     try:
         bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(settings.model))
         bridge.export_ckpt(part.directory, place.absolute(directory), show_progress=False)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise RestoreFailed(
             f"part {part.name!r}: Megatron-Bridge cannot export it: {describe(error)}. {VARIABLE}MODEL "
             "must have the configuration of this model. The job sees no accelerator unless its "
