@@ -16,6 +16,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -299,11 +300,12 @@ def _by_dcp(
     places = (metadata.storage_data or {}).items()
     files = {info.relative_path for index, info in places if index.fqn in keys}
     _verify(part, root, commit, {join(part.inner, name) for name in (METADATA, *files)})
-
-    def read(tensor: NamedTensor) -> torch.Tensor:
-        return read_tensor(part.name, str(part.directory), metadata, tensor.key)
-
+    read = partial(_read, part, metadata)
     write_model(place, directory, tensors, read, settings.file_mb * 1e6)
+
+
+def _read(part: ExportedPart, metadata: Metadata, tensor: NamedTensor) -> torch.Tensor:
+    return read_tensor(part.name, str(part.directory), metadata, tensor.key)
 
 
 def _tensors_of(
