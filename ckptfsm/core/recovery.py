@@ -200,20 +200,18 @@ def _unknown(
     """Decide about the directories that the journal does not explain.
 
     The newest comes first: an adoption that is interrupted then has the one to resume from already.
+    The attempts are numbered from the oldest on, as if they had been saved one after the other.
     """
     explained = {facts.checkpoint.step for facts in known if _explains(facts)}
+    strange = sorted(evidence.published.keys() - explained)
     decisions: list[Decision] = []
-    adopted = 0
-    for step, there in sorted(evidence.published.items(), reverse=True):
-        if step in explained:
-            continue
+    for number, step in reversed(list(enumerate(strange, 1))):
+        there = evidence.published[step]
         # A directory copied to another step's name holds a manifest of its old step.
         named = there.of if there.of is not None and there.of.step == step else None
-        unknown = absent(named or AttemptId(step, epoch, adopted + 1))
+        unknown = absent(named or AttemptId(step, epoch, number))
         name = evidence.layout.published_name(step)
-        decision = decide(Facts(unknown, name, evidence.tracker, there, in_use=in_use))
-        adopted += decision.result is Result.ADOPTED
-        decisions.append(decision)
+        decisions.append(decide(Facts(unknown, name, evidence.tracker, there, in_use=in_use)))
     return decisions
 
 

@@ -437,7 +437,7 @@ def test_I8_unknown_and_complete_is_adopted(there, tracker):
     """Catches: beginning from scratch although a stock run, or a copied root, left a checkpoint."""
     found = decide(Ledger(), evidence(tracker, there, unexplained(50)))
     adopt = next(d for d in found.decisions if d.result == "adopted")
-    of = there.of or AttemptId(100, EPOCH, 1)
+    of = there.of or AttemptId(100, EPOCH, 2)
     assert adopt.actions == (m.Adopted(of, there.run_seconds),)
     assert adopt.subject == "iter_0000100" and adopt.last == "none"
 
@@ -565,11 +565,11 @@ def test_F18_everything_is_newer_than_a_release(step):
 
 
 def test_adopted_steps_are_numbered():
-    """Catches: two attempts of one number in the journal of one run."""
+    """Catches: two attempts of one number in a journal, an older step that counts as the later."""
     found = decide(Ledger(), evidence(MISSING, stock(100), stock(200)))
     assert [a.of for d in found.decisions for a in d.actions] == [
-        AttemptId(200, EPOCH, 1),
-        AttemptId(100, EPOCH, 2),
+        AttemptId(200, EPOCH, 2),
+        AttemptId(100, EPOCH, 1),
     ]
 
 
