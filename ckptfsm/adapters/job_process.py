@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptfsm.adapters.spawn import be_considerate
 from ckptfsm.adapters.tied import TiedProcess, interpreter
-from ckptfsm.core.ports import signal_name
+from ckptfsm.core.ports import Unfit, signal_name
 
 _START = (
     "import json, sys; sys.path[:0] = json.loads(sys.argv[2]);"
@@ -27,6 +27,7 @@ _START = (
 )
 _ORPHANED = 77
 _NOT_FOUND = 127
+_UNFIT = 213  # of a function; a program may end with any
 _LOWEST = 19
 _OUTPUT_BYTES = 2000
 # By these variables torch.distributed finds the trainer's ranks.
@@ -84,6 +85,7 @@ class JobProcess:
             os.close(theirs)
             os.close(null)
         self.pid = self._process.pid
+        self._is_function = bool(call.function)
         self._output = output
         self._listening = True
         self._said = b""
@@ -99,7 +101,7 @@ class JobProcess:
         return [self._process.pidfd, *([self._output] if self._listening else [])]
 
     def ended(self) -> str | None:
-        """None while the process runs; then "" for success, or the reason with its last words."""
+        """None while it runs; then "" for success, or the reason. Raises the function's ``Unfit``."""
         self._listen()
         code = self._process.exitcode()
         if code is None:
@@ -128,6 +130,8 @@ class JobProcess:
     def _verdict(self, status: int) -> str:
         if status == 0:
             return ""
+        if status == _UNFIT and self._is_function:
+            raise Unfit(self.last_output())
         how = f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
         words = self.last_output()
         return f"{how}: {words}" if words else how
@@ -159,7 +163,12 @@ def main() -> None:
             sys.exit(_NOT_FOUND)
     module, _, name = call["function"].partition(":")
     sys.argv[:] = [module]
-    operator.attrgetter(name)(import_module(module))(call["path"], call["step"], call["metrics"])
+    work = operator.attrgetter(name)(import_module(module))
+    try:
+        work(call["path"], call["step"], call["metrics"])
+    except Unfit as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(_UNFIT)
 
 
 def _take_signals(ignored: Sequence[int], *, program: bool) -> None:

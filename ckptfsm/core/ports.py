@@ -352,6 +352,10 @@ class RankJob:
         return next((s.copying for s in self.part_jobs if s.copying is not None), None)
 
 
+class Unfit(Exception):
+    """The work can never be done for this checkpoint, which is missed: the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChildError:
     """Why a child failed, as far as it could say.

@@ -46,7 +46,7 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.core.ports import Clock, Storage, Unfit
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History, saved_since
@@ -59,15 +59,11 @@ _AFTER_TROUBLE = 5  # times look_s
 _WITHDRAWN = "its checkpoint was withdrawn while it ran"
 
 
-class Unfit(Exception):
-    """The work can never be done for this checkpoint, which is missed: the message says why."""
-
-
 class Attempt(Protocol):
     """An attempt that was begun: a process, as a rule."""
 
     def ended(self) -> str | None:
-        """None while it runs; then "" for success, or the reason."""
+        """None while it runs; then "" for success, or the reason. Raises ``Unfit``."""
 
     def watched(self) -> list[int]:
         """Descriptors that can be read once there is something to do."""
@@ -478,7 +474,11 @@ class Runner(Follower):
         return self._storage.absolute(name)
 
     def _watch(self, busy: _Busy, attempt: Attempt, now: float) -> None:
-        problem = attempt.ended()
+        try:
+            problem = attempt.ended()
+        except Unfit as error:
+            busy.attempt, busy.outcome = None, missed(busy.record, str(error))
+            return
         if problem is None and now >= busy.ends_at:
             words = attempt.kill()
             problem = f"killed after {busy.task.timeout_s:g} s" + (f": {words}" if words else "")

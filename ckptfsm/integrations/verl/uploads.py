@@ -22,8 +22,9 @@ from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, name_ranks
 from ckptfsm.core.jobs import Task
 from ckptfsm.core.lifecycle import Checkpoint
+from ckptfsm.core.ports import Unfit
 from ckptfsm.follow.beside import renewal_s, tell
-from ckptfsm.follow.runner import FollowPlan, Message, Runner, Stop, Trouble, Unfit
+from ckptfsm.follow.runner import FollowPlan, Message, Runner, Stop, Trouble
 from ckptfsm.integrations.verl.mirror import Mirror, Upload, manifest_of
 from ckptfsm.ranks.controller import Controller
 

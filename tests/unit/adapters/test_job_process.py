@@ -91,6 +91,7 @@ def test_an_attempt_stands_back(start, tmp_path, monkeypatch):
     [
         (("sh", "-c", "exit 0"), ""),
         (("sh", "-c", "echo a; echo b >&2; exit 3"), "exit status 3: a | b"),
+        (("sh", "-c", "exit 213"), "exit status 213"),  # means something for functions alone
         (("sh", "-c", "kill -KILL $$"), "killed by SIGKILL"),
         (("there-is-no-such-program",), "exit status 127: there-is-no-such-program: No such file"),
     ],

@@ -335,6 +335,26 @@ def test_I7_a_job_that_holds_goes_on_with_the_others_and_comes_back(make):
     assert work.words[-2:] == ["10 export waiting", "10 export done"]
 
 
+def test_I7_a_job_that_can_never_be_done_is_missed_once_and_its_step_stays(make):
+    """Catches: a copy of a directory that nobody can copy, tried for ever, or counted as done."""
+    start, job = make
+    code = "from ckptfsm.core.ports import Unfit\ndef copy(*_):\n    raise Unfit('a link')\n"
+    settings = Job(name="copy", command="never:copy", hold=True, attempts=3, backoff_s=0.0)
+    job.save(10)
+    work = start(settings)
+    (work.place / "never.py").write_text(code)
+    for _ in range(2):
+        work.finish()
+        assert work.records == [(10, "copy", "missed", 1)] and work.words == ["10 copy missed"]
+        assert work.told[0].reason == "a link"
+        work.clock.later += 1e5
+    assert readers(job) == []
+    (work.place / "never.py").write_text("def copy(*_):\n    pass\n")
+    again = start(settings)  # of the next process: somebody may have mended it
+    again.finish()
+    assert again.records == [(10, "copy", "done", 2)]
+
+
 def test_a_step_that_is_rolled_back_while_its_job_runs(make):
     """Catches: a job that reads a directory which was moved away, and is done."""
     start, job = make
