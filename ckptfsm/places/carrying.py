@@ -19,6 +19,8 @@ before each file, so it stops; a file that it was sending may appear later, and 
 
 A copy of an earlier attempt, as after a rollback, stays, unless ``replaces`` is set. Then the manifest
 goes once the claim is the later attempt's: a crash from there on leaves a copy that is not committed.
+
+The claim comes first. So objects without one are a stranger's, and their directory is refused.
 """
 
 from __future__ import annotations
@@ -212,6 +214,7 @@ class Carrier:
 
     def _claim_name(self, name: str, own: Claim) -> None:
         path, data = f"{name}/{CLAIM}", encode(own)
+        self._refuse_strangers(name)
         for _ in range(_TRIES):
             there = self.place.create(path, data)
             if there == data:
@@ -224,12 +227,31 @@ class Carrier:
                 return
         raise PlaceFailed("the claim changes all the time", place=self.place.where, object=path)
 
+    def _refuse_strangers(self, name: str) -> None:
+        """Raise ``PlaceInUse`` for a directory that has objects and was never claimed."""
+        if self.place.read(f"{name}/{CLAIM}") is not None:
+            return
+        listed = self.place.listed(name)
+        found = [each for each in sorted(listed) if TEMPORARY not in each.rpartition("/")[2]]
+        if found and self.place.read(f"{name}/{CLAIM}") is None:  # else claimed and sent meanwhile
+            where = f"{self.place.where}/{name}"
+            raise PlaceInUse(
+                f"{where} has {found[0]} and was never claimed: another tool or a person put it there. "
+                f"Move {where} away, or remove it",
+                place=self.place.where,
+                object=f"{name}/{found[0]}",
+            )
+
     def _taken(self, name: str, own: AttemptId, theirs: AttemptId) -> PlaceInUse:
         where = f"{self.place.where}/{name}"
+        said = (
+            f"is of attempt {theirs}, and this one is {own}: after a rollback, say, or of a job on "
+            f"another machine. If that copy is not needed any more, remove {where}, or set replaces=True"
+        )
+        if theirs == own:
+            said = f"has another content of the same attempt {own}: remove {where}, if this one is right"
         return PlaceInUse(
-            f"{where} is of attempt {theirs}, and this one is {own}: after a rollback, say, or of a job "
-            f"on another machine. If that copy is not needed any more, remove {where}, or set "
-            "replaces=True",
+            f"{where} {said}",
             place=self.place.where,
             object=name,
             step=own.step,

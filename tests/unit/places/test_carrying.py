@@ -214,6 +214,29 @@ def test_a_directory_without_a_manifest_is_refused(root, place):
         carry(place, root, 10)
 
 
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", ".attempt-10.e1.a1.5f", MANIFEST, "notes/from-me.txt"]
+)
+def test_objects_that_were_never_claimed_are_not_written_over(name, root, place):
+    """Catches: an upload by hand, or the mirror of another tool, replaced without a word."""
+    place.put(f"iter_0000010/{name}", iter([b"theirs"]), 6, "")
+    with pytest.raises(
+        PlaceInUse, match=r"iter_0000010 has .* never claimed.* Move .*iter_0000010"
+    ):
+        carry(place, root, 10)
+    assert place.listed("iter_0000010") == {name: 6}
+    place.remove(f"iter_0000010/{name}")
+    carry(place, root, 10)
+    assert is_committed(place, 10)
+
+
+def test_a_claim_that_was_being_written_is_not_an_object(root, place):
+    """Catches: a copy that is refused for ever, as its carrier was killed before its claim."""
+    place.put(f"iter_0000010/{CLAIM}.tmp-1", iter([b"{"]), 1, "")
+    carry(place, root, 10)
+    assert copied(place, 10) == contents(directory(root, 10))
+
+
 def test_the_job_says_in_a_line_what_is_wrong(root, tmp_path, monkeypatch):
     """Catches: a traceback in the place of the reason, a setting that is passed over."""
     monkeypatch.setenv(COPY, json.dumps({"to": f"{tmp_path}/no/such\0"}))
