@@ -31,21 +31,13 @@ import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import xxhash
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
-from ckptfsm.core.documents import (
-    MAX_DOCUMENT_BYTES,
-    Claim,
-    FileEntry,
-    Manifest,
-    RunMark,
-    decode,
-    encode,
-)
+from ckptfsm.core.documents import Claim, FileEntry, Manifest, RunMark, decode, encode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
 from ckptfsm.core.jobs import turn
 from ckptfsm.core.layout import (
@@ -60,11 +52,12 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, lookup, read_document
+from ckptfsm.disk.durable import TEMPORARY, lookup
 from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.pieces import Pieces, ToRead
 from ckptfsm.places.directory import create_once
 from ckptfsm.places.place import CopyPlace
+from ckptfsm.places.source import CopySource, source_of
 
 PROBE = f"{PRIVATE}/probe"
 _AT_ONCE = 2  # files
@@ -130,20 +123,24 @@ class Carrier:
     def carry(self, name: str) -> Carried:
         """Copy the directory ``name`` of the root.
 
-        Raises ``ConfigError`` for one without a manifest, or for a server that cannot be used.
-        ``PlaceInUse`` if another run or attempt has the name, ``DamagedRoot`` if a file is not what the
-        manifest says, ``PlaceFailed``.
+        Raises ``ConfigError`` for a server that cannot be used, ``PlaceInUse`` if another run or attempt
+        has the name. ``DamagedRoot`` if a file is not what the manifest says, ``PlaceFailed``, and as
+        ``source_of`` does.
         """
-        data, manifest = self._manifest(name)
-        files = tuple(self._with_digest(name, entry) for entry in manifest.files)
-        if self.place.read(f"{name}/{MANIFEST}") == data:
-            self._move_tracker(manifest.of)
-            return Carried(len(files), 0, 0)
-        if not self.sole_writer:
-            probe(self.place)
-        self._claim_place()
+        source = source_of(self.storage, name)
+        todo: Sequence[FileEntry] = ()
+        if self.place.read(f"{name}/{MANIFEST}") != source.data:
+            if not self.sole_writer:
+                probe(self.place)
+            self._claim_place()
+            todo = self._copy(source)
+        self._move_tracker(source.of)
+        return Carried(len(source.files), len(todo), sum(entry.bytes for entry in todo))
+
+    def _copy(self, source: CopySource) -> Sequence[FileEntry]:
+        """Send what is missing, and commit the copy. Returns the files that were sent."""
+        name, of, data, files = source.name, source.of, source.data, source.files
         content = hashlib.sha256(data).hexdigest()
-        of = manifest.of
         claim = Claim(step=of.step, epoch=of.epoch, attempt=of.attempt, content=content)
         self._claim_name(name, claim)
         if self.replaces and self.place.read(f"{name}/{MANIFEST}") not in (None, data):
@@ -156,30 +153,14 @@ class Carrier:
                 place=self.place.where,
                 object=f"{name}/{lost[0].name}",
             )
+        source.require_unchanged(self.storage)
         self._sweep(name, files)
         there = self.place.create(f"{name}/{MANIFEST}", data)
         if there != data:
             raise self._taken(name, of, decode(Manifest, there, MANIFEST).of)
-        self._move_tracker(of)
-        return Carried(len(files), len(todo), sum(entry.bytes for entry in todo))
+        return todo
 
-    # -- what is copied
-
-    def _manifest(self, name: str) -> tuple[bytes, Manifest]:
-        path = f"{name}/{MANIFEST}"
-        if lookup(self.storage, path) is None:
-            raise ConfigError(
-                f"{name} has no manifest, as another program wrote it: only checkpoints that this "
-                "library saved are copied",
-                file=path,
-            )
-        data = read_document(self.storage, path, MAX_DOCUMENT_BYTES)
-        return data, decode(Manifest, data, path)
-
-    def _with_digest(self, name: str, entry: FileEntry) -> FileEntry:
-        if entry.digest is not None:
-            return entry
-        return replace(entry, digest=self.storage.digest(f"{name}/{entry.name}"))
+    # -- what is there
 
     def _missing(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
         """The files that are not in the place, or have another size or digest there."""

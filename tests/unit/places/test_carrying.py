@@ -207,10 +207,10 @@ def test_a_server_that_ignores_conditions_is_refused_unless_one_job_alone_writes
     assert is_committed(place, 10)
 
 
-def test_a_directory_without_a_manifest_is_refused(root, place):
+def test_a_saved_directory_that_lost_its_manifest_is_refused(root, place):
     """Catches: a copy that nothing can prove."""
     (directory(root, 10) / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="no manifest"):
+    with pytest.raises(DamagedRoot, match="no manifest"):
         carry(place, root, 10)
 
 
