@@ -100,6 +100,7 @@ class Copy(BaseModel):
     - ``to``: an object store, such as ``s3://bucket/run``, or a directory, such as ``file:///mnt/run``.
     - ``every``: only steps that are multiples of it.
     - ``before_prune``: no checkpoint is pruned before it was copied, see ``hold`` of a ``Job``.
+    - ``keep``: so many copies stay in the place, those of the latest attempts; None: all of them.
     - ``limit_mb_s``: megabytes a second, over all files.
     - ``sole_writer``: only this job ever writes to the place, so a server may be used that ignores
       conditional requests.
@@ -117,6 +118,7 @@ class Copy(BaseModel):
     to: Annotated[str, Field(min_length=1)]
     every: Every = 1
     before_prune: bool = True
+    keep: Annotated[int, Field(ge=1)] | None = None
     limit_mb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sole_writer: bool = False
     replaces: bool = False

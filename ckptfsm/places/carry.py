@@ -50,5 +50,6 @@ def copy_directory(path: Path, settings: Copy) -> None:
             Throttle(settings.limit_mb_s),
             settings.sole_writer,
             settings.replaces,
+            settings.keep,
         )
         carrier.carry(path.name)

@@ -9,6 +9,7 @@
 | 5 | All other files, two at a time; each digest is compared before its object appears | whole objects |
 | 6 | Look again, then the manifest, create only: this is the commit | a copy |
 | 7 | The tracker, compare and swap, to a later attempt only | the next copy moves it |
+| 8 | With ``keep``, earlier copies go: manifest, files, claim | a claim, which the next copy removes |
 
 So a copy without a manifest is none, and any machine may complete it. No local record is needed: where
 the manifest is there with the same bytes, the copy is done.
@@ -20,7 +21,9 @@ before each file, so it stops; a file that it was sending may appear later, and 
 A copy of an earlier attempt, as after a rollback, stays, unless ``replaces`` is set. Then the manifest
 goes once the claim is the later attempt's: a crash from there on leaves a copy that is not committed.
 
-The claim comes first. So objects without one are a stranger's, and their directory is refused.
+The claim comes first and goes last. So objects without one are a stranger's, and their directory is
+refused. A claim without a manifest may be a copy that has begun, or one that is half removed. Only what
+is earlier than all that ``keep`` leaves is removed, and that is not sent any more: see ``removing``.
 """
 
 from __future__ import annotations
@@ -54,9 +57,11 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, lookup
 from ckptfsm.disk.overview import layout_of_names
+from ckptfsm.disk.ownership import newest_epoch
 from ckptfsm.disk.pieces import Pieces, ToRead
 from ckptfsm.places.directory import create_once
 from ckptfsm.places.place import CopyPlace
+from ckptfsm.places.removing import is_surplus, remove_surplus
 from ckptfsm.places.source import CopySource, source_of
 
 PROBE = f"{PRIVATE}/probe"
@@ -110,7 +115,7 @@ class Carrier:
 
     ``run``: the root's mark, see ``run_of``. ``sole_writer``: the user promises that no other process
     writes there, so a server may be used that ignores conditions. ``replaces``: a later attempt of
-    the same run takes the place of a copy.
+    the same run takes the place of a copy. ``keep``: so many copies stay, None for all.
     """
 
     place: CopyPlace
@@ -119,6 +124,7 @@ class Carrier:
     throttle: Throttle = field(default_factory=Throttle)
     sole_writer: bool = False
     replaces: bool = False
+    keep: int | None = None
 
     def carry(self, name: str) -> Carried:
         """Copy the directory ``name`` of the root.
@@ -132,9 +138,13 @@ class Carrier:
         if self.place.read(f"{name}/{MANIFEST}") != source.data:
             if not self.sole_writer:
                 probe(self.place)
-            self._claim_place()
+            self._require_own(self.place.create(RUN, self.run))
+            if self._is_surplus(source.of):
+                self._remove_surplus()
+                return Carried(len(source.files), 0, 0)
             todo = self._copy(source)
         self._move_tracker(source.of)
+        self._remove_surplus()
         return Carried(len(source.files), len(todo), sum(entry.bytes for entry in todo))
 
     def _copy(self, source: CopySource) -> Sequence[FileEntry]:
@@ -160,6 +170,18 @@ class Carrier:
             raise self._taken(name, of, decode(Manifest, there, MANIFEST).of)
         return todo
 
+    # -- how many there are
+
+    def _is_surplus(self, of: AttemptId) -> bool:
+        return self.keep is not None and is_surplus(
+            self.place, of, self.keep, newest_epoch(self.storage)
+        )
+
+    def _remove_surplus(self) -> None:
+        if self.keep is not None:
+            self._require_own(self.place.read(RUN))
+            remove_surplus(self.place, self.keep, newest_epoch(self.storage))
+
     # -- what is there
 
     def _missing(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
@@ -182,8 +204,8 @@ class Carrier:
 
     # -- whose it is
 
-    def _claim_place(self) -> None:
-        there = self.place.create(RUN, self.run)
+    def _require_own(self, there: bytes | None) -> None:
+        """Raise ``PlaceInUse`` unless the place is marked as this run's."""
         if there != self.run:
             where, root = self.place.where, self.storage.root
             raise PlaceInUse(

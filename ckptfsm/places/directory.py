@@ -1,14 +1,14 @@
 """A place for copies in a directory, such as a mounted file system of another machine.
 
 An object is written under another name, fsynced, and renamed. One that may not exist yet is linked to
-its name: of two that create it, one is told of the other's.
+its name: of two that create it, one is told of the other's. A directory goes with its last object.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ckptfsm.disk.durable import (
     write_all,
     write_new,
 )
-from ckptfsm.disk.trash import remove_marker
+from ckptfsm.disk.trash import remove_empty_above, remove_marker
 
 _PIECE_BYTES = 4 << 20
 
@@ -125,8 +125,10 @@ class DirectoryPlace:
             self._storage.fsync_dir(parent_of(name))
 
     def remove(self, name: str) -> None:
-        with self._named(name):
-            remove_marker(self._storage, name)
+        # Another thread, or process, may remove the last file, and with it the directory.
+        with self._named(name), suppress(FileNotFoundError):
+            if remove_marker(self._storage, name):
+                remove_empty_above(self._storage, name)
 
     def _make_parent(self, name: str) -> None:
         if parent := parent_of(name):

@@ -54,6 +54,7 @@ _TAG = "fetch"  # the owner of the root fetches alone
 _AT_ONCE = 4  # files
 _LOOKS = 8
 _TRIES = 3
+_REMOVED = "the copy was removed or replaced meanwhile"
 Progress = Callable[[int], None]
 
 
@@ -187,7 +188,7 @@ def problems_of(place: CopyPlace, copy: CopyFound, told: Progress = _tell_nobody
         return [copy.problem]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         found = threads.map(partial(_problem_of, place, copy.name, told), copy.manifest.files)
-        return [problem for problem in found if problem]
+        return list(dict.fromkeys(problem for problem in found if problem))
 
 
 def _problem_of(place: CopyPlace, directory: str, told: Progress, entry: FileEntry) -> str:
@@ -200,7 +201,8 @@ def _problem_of(place: CopyPlace, directory: str, told: Progress, entry: FileEnt
                 total += len(piece)
                 told(len(piece))
     except FileNotFoundError:
-        return f"{entry.name} is missing"
+        gone = place.read(f"{directory}/{MANIFEST}") is None
+        return _REMOVED if gone else f"{entry.name} is missing"
     if total != entry.bytes:
         return f"{entry.name} has {total} bytes, not {entry.bytes}"
     same = wanted in (None, DIGEST_PREFIX + digest.hexdigest())
@@ -308,6 +310,8 @@ class Fetch:
 
     def _damaged(self, name: str, what: str) -> CopyDamaged:
         way = f"; the next older copy is of step {self.older[-1]}" if self.older else ""
+        if self.place.read(f"{self.copy.name}/{MANIFEST}") != self.copy.data:
+            what, way = f"is not there: {_REMOVED}", "; call again for one that is there now"
         return CopyDamaged(
             f"{self.place.where}/{name} {what}: nothing was published{way}",
             place=self.place.where,

@@ -1,0 +1,87 @@
+"""Which copies of a run stay in a place, and how the others go: ``Copy(keep=N)``.
+
+The N latest stay, those of the latest attempts. Only copies of this root's epochs count, and only those
+go: a checkpoint that was adopted from another run may have a later epoch. In a directory the manifest
+goes first, then the files, then the claim. So a crash leaves a copy, or a claim without a manifest.
+
+Such a claim may also be of a copy that has only begun. If it is earlier than the N latest, nobody needs
+either: all of it goes. Its carrier, if there is one, finds the N later copies at its next attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from ckptfsm.core.documents import encode
+from ckptfsm.core.jobs import turn
+from ckptfsm.core.layout import CLAIM, MANIFEST, TRACKER, TRACKER_BYTES, parse_tracker
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.disk.durable import TEMPORARY
+from ckptfsm.places.fetching import CopyFound, copies_in
+from ckptfsm.places.place import CopyPlace
+
+_AT_ONCE = 8
+
+
+def is_surplus(place: CopyPlace, of: AttemptId, keep: int, epoch: int) -> bool:
+    """True if the place has ``keep`` copies of later attempts, up to ``epoch``."""
+    latest = _latest(copies_in(place), keep, epoch)
+    return len(latest) == keep and turn(of) < min(latest)
+
+
+def remove_surplus(place: CopyPlace, keep: int, epoch: int) -> None:
+    """Remove all copies, whole or begun, that are earlier than the ``keep`` latest.
+
+    The copy that the tracker names stays. So does one whose manifest or claim cannot be decoded, and one
+    in whose directory somebody put other objects. Raises ``PlaceFailed``, and ``NewerSchema`` if a
+    newer version wrote there; nothing is removed then.
+    """
+    copies, tracker = copies_in(place), place.read(TRACKER)
+    latest = _latest(copies, keep, epoch)
+    if len(latest) < keep:
+        return
+    named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
+    for copy in copies:
+        if copy.step != named and _is_earlier(copy, min(latest), epoch):
+            _remove(place, copy)
+
+
+def _latest(copies: Iterable[CopyFound], keep: int, epoch: int) -> list[tuple[int, int]]:
+    """The turns of the latest copies: so many, or fewer if there are no more."""
+    whole = (copy.manifest.of for copy in copies if copy.manifest is not None)
+    return sorted((turn(of) for of in whole if of.epoch <= epoch), reverse=True)[:keep]
+
+
+def _is_earlier(copy: CopyFound, oldest: tuple[int, int], epoch: int) -> bool:
+    """True if all that is known of a directory is earlier than the ``oldest`` that stays."""
+    if copy.data and copy.manifest is None:
+        return False
+    known = [each.of for each in (copy.manifest, copy.claim) if each is not None]
+    return bool(known) and all(turn(of) < oldest and of.epoch <= epoch for of in known)
+
+
+def _remove(place: CopyPlace, copy: CopyFound) -> None:
+    data = [each for each in place.listed(copy.name) if each not in (MANIFEST, CLAIM)]
+    if copy.manifest is not None and any(_strangers(copy, data)):
+        return
+    remove = partial(_remove_object, place, copy)
+    remove(MANIFEST)
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        list(threads.map(remove, data))
+    remove(CLAIM)
+
+
+def _strangers(copy: CopyFound, names: Sequence[str]) -> Iterator[str]:
+    """The objects in a directory that its copy does not have."""
+    assert copy.manifest is not None
+    listed = {entry.name for entry in copy.manifest.files}
+    return (n for n in names if n not in listed and TEMPORARY not in n.rpartition("/")[2])
+
+
+def _remove_object(place: CopyPlace, copy: CopyFound, name: str) -> None:
+    """Remove an object, unless the directory was claimed anew since it was looked at."""
+    seen = encode(copy.claim) if copy.claim is not None else None
+    if place.read(f"{copy.name}/{CLAIM}") == seen:
+        place.remove(f"{copy.name}/{name}")
