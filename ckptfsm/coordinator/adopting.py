@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import MANIFEST, TRACKER, Layout, tracker_text
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import fsync_tree_dirs, fsync_tree_files, lookup, move, put
 from ckptfsm.disk.inspection import inspect_published, newest_published_epoch, read_tracker
@@ -26,8 +27,10 @@ def adopt_directory(
     ``StepExistsError`` if the name is taken, ``RootBusy`` if an owner lives.
     """
     name = layout.published_name(step)
-    require_loadable(storage, layout, source, step)
+    of = require_loadable(storage, layout, source, step)
     above = newest_segment(storage) or newest_published_epoch(storage, layout)
+    if of is not None:  # another run's may be of any epoch, and what is saved from now on is later
+        above = max(above, of.epoch)
     ownership = open_root(storage, identity, above=above)
     try:
         if source != name:
@@ -43,13 +46,17 @@ def adopt_directory(
         ownership.release()
 
 
-def require_loadable(storage: Storage, layout: Layout, source: str, step: int) -> None:
-    """Raise ``DamagedRoot`` if a loader would refuse a directory, ``ConfigError`` for another step's."""
+def require_loadable(storage: Storage, layout: Layout, source: str, step: int) -> AttemptId | None:
+    """The attempt in a directory's manifest, None without one.
+
+    Raises ``DamagedRoot`` if a loader would refuse a directory, ``ConfigError`` for another step's.
+    """
     there = inspect_published(storage, layout, step, at=source)
     if there.of is not None and there.of.step != step:
         raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
     if there.found not in ("manifest", "stock"):
         raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
+    return there.of
 
 
 def require_intact(

@@ -213,6 +213,21 @@ def test_adopt_takes_a_directory_that_is_newer_than_the_tracker(files, tmp_path,
     assert status == 1 and "iter_0000040: __0_0.distcp: truncated" in out
 
 
+def test_what_is_saved_after_an_adoption_is_of_a_later_attempt(tmp_path, capsys):
+    """Catches: a checkpoint of another run that stays the latest copy in a place, as its epoch is
+    higher than all of this root."""
+    for _ in range(6):
+        real_root(tmp_path / "old")
+    real_root(tmp_path / "old", 20, parts=TREE)
+    (tmp_path / "old/iter_0000020").rename(tmp_path / "iter_0000020")
+    root = real_root(tmp_path / "root", 10, parts=TREE)
+    said(capsys, "adopt", tmp_path / "iter_0000020", "-r", root)
+    job = real_job(root)
+    theirs = job.coordinator.ledger.at(20).id
+    assert theirs.epoch == 7 and job.save(30, TREE).epoch > 7
+    crashed(job)
+
+
 @pytest.mark.parametrize("name", ("iter_0000040", "global_step_40"))
 def test_a_root_of_dcp_alone_is_read_adopted_and_verified(name, tmp_path, capsys):
     """Catches: a run of FSDP2 whose root no command can read, or that cannot be taken into service."""
