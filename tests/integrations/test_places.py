@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core.documents import FileEntry, Manifest, Part, encode_sealed
 from ckptfsm.core.errors import ConfigError, PlaceFailed
 from ckptfsm.core.jobs import COPY
-from ckptfsm.core.layout import MANIFEST, TRACKER
+from ckptfsm.core.layout import CLAIM, MANIFEST, TRACKER
 from ckptfsm.places.place import place_at
 
 pytestmark = pytest.mark.integration
@@ -174,11 +175,13 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 """
 
 
-def carrier(step: Path, url: str, when: str = "", name: str = "") -> subprocess.Popen:
+def carrier(
+    step: Path, url: str, when: str = "", name: str = "", script: str = CARRIER, **settings: int
+) -> subprocess.Popen:
     """A process that copies a directory, killed before or after the put of ``name``."""
     return subprocess.Popen(
-        [sys.executable, "-c", CARRIER, str(step), when, name],
-        env={**os.environ, COPY: json.dumps({"to": url})},
+        [sys.executable, "-c", script, str(step), when, name],
+        env={**os.environ, COPY: json.dumps({"to": url, **settings})},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -195,6 +198,41 @@ def test_a_carrier_killed_at_any_put_is_gone_on_with(url, tmp_path):
     assert place.read(TRACKER) is None
     assert carrier(step, url).wait(60) == 0
     assert place.read(TRACKER) == b"10\n"
+
+
+REMOVER = """
+import os, signal, sys
+from ckptfsm.places import carry, object_store
+real, when, name = object_store.obstore.delete, sys.argv[2], sys.argv[3]
+def delete(store, path):
+    if when == "before" and path.endswith(name): os.kill(os.getpid(), signal.SIGKILL)
+    real(store, path)
+    if when == "after" and path.endswith(name): os.kill(os.getpid(), signal.SIGKILL)
+object_store.obstore.delete = delete
+carry.carry(sys.argv[1], 20, {})
+"""
+
+
+def test_a_removal_that_is_killed_at_any_object_is_ended_by_the_next_carrier(root, url):
+    """Catches: a copy without its files, remains that nobody removes."""
+    place = place_at(url)
+    carry(place, root, 20)
+    for when, name in (
+        ("before", MANIFEST),
+        ("after", MANIFEST),
+        ("after", "__0_0.distcp"),
+        ("before", CLAIM),
+    ):
+        carry(place, root, 10)
+        killed = carrier(Path(root.root, "iter_0000020"), url, when, name, REMOVER, keep=1)
+        assert killed.wait(60) == -signal.SIGKILL, (when, name)
+        assert is_committed(place, 10) == (when == "before" and name == MANIFEST)
+        assert CLAIM in place.listed("iter_0000010")
+        if is_committed(place, 10):
+            assert copied(place, 10) == contents(Path(root.root, "iter_0000010"))
+        carry(place, root, 20, keep=1)
+        assert not place.listed("iter_0000010")
+    assert copied(place, 20) == contents(Path(root.root, "iter_0000020"))
 
 
 def test_two_carriers_at_once_make_one_copy(url, tmp_path):
@@ -224,7 +262,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 state = TrainingState(model, optimizer)
 with CheckpointManager(root, retention=LatestN(2), save_interval_steps=1,
                        copies=[Copy(os.environ["PLACE"])], jobs_drain_s=600) as ckpts:
-    begun = state.restore(ckpts)
+    begun, loss = state.restore(ckpts), torch.zeros(())
     for step in range(begun + 1, last + 1):
         x = torch.randn(4, 8)
         loss = (model(x) - x).square().mean()
@@ -259,3 +297,23 @@ def test_a_job_goes_on_from_the_bucket_on_an_empty_machine(moto, url, tmp_path, 
     assert begun == 3
     assert loss == trained(tmp_path / "whole", 5, moto.new_bucket())[1]
     assert is_committed(place_at(url), 5), "the new machine copies on"
+
+
+def test_what_another_program_saved_is_copied_by_the_job_and_resumed_from(
+    moto, url, tmp_path, capsys
+):
+    """Catches: a run that was taken over, whose checkpoint is on one disk alone."""
+    root = tmp_path / "first"
+    trained(root, 3, moto.new_bucket())
+    for ours in (root, root / "iter_0000002", root / "iter_0000003"):
+        shutil.rmtree(ours / ".ckptfsm")  # as if torch had saved them without this library
+    stock = contents(root / "iter_0000003")
+    assert trained(root, 3, url)[0] == 3
+    assert not (root / "iter_0000003" / MANIFEST).exists()
+    assert [is_committed(place_at(url), step) for step in (2, 3)] == [True, True]
+    shutil.rmtree(root)
+    said(capsys, "fetch", url, tmp_path / "second")
+    fetched = contents(tmp_path / "second/iter_0000003")
+    assert {name: data for name, data in fetched.items() if name != MANIFEST} == stock
+    assert trained(tmp_path / "second", 4, url)[0] == 3
+    assert is_committed(place_at(url), 4)
