@@ -12,7 +12,7 @@ from copying import Counted, Killed, carry, contents, copied, is_committed, root
 from ckptfsm.core.config import load_config
 from ckptfsm.core.errors import ConfigError, NewerSchema, PlaceInUse
 from ckptfsm.core.jobs import COPY, Copy
-from ckptfsm.core.layout import CLAIM, MANIFEST, TRACKER
+from ckptfsm.core.layout import CLAIM, MANIFEST, RUN, TRACKER
 from ckptfsm.places.carry import carry as entry
 from ckptfsm.places.place import place_at
 
@@ -134,6 +134,11 @@ def test_what_is_not_this_run_s_to_judge_stays(root, place, tmp_path):
     newer = b'{"schema_version":2}'
     place.put(name, iter([newer]), len(newer), "")
     with pytest.raises(NewerSchema):
+        carry(place, root, 30, keep=1)
+    assert steps_in(place) == [20, 30]
+    place.remove(name)
+    assert place.replace(RUN, b'{"schema_version":1,"run":"' + 32 * b"0" + b'"}', place.read(RUN))
+    with pytest.raises(PlaceInUse, match="another run"):
         carry(place, root, 30, keep=1)
     assert steps_in(place) == [20, 30]
 
