@@ -175,6 +175,23 @@ def test_a_directory_that_is_claimed_anew_while_it_goes_stays(root, place):
     assert {"__0_0.distcp", "__1_0.distcp"} <= place.listed("iter_0000010").keys()
 
 
+@pytest.mark.parametrize("keep", [2, None])
+def test_a_commit_that_comes_after_its_removal_goes_too(keep, root, place):
+    """Catches: another machine's carrier, late in an earlier copy, that commits it without files."""
+    carry(place, root, 20)
+
+    class Late(Counted):
+        def create(self, name, data):
+            if name == f"iter_0000010/{MANIFEST}":
+                carry(place, root, 30, keep=2)
+            return self._place.create(name, data)
+
+    carry(Late(place), root, 10, keep=keep)
+    assert is_committed(place, 10) == (keep is None), "its own carrier removes it"
+    carry(place, root, 30, keep=2)
+    assert steps_in(place) == [20, 30]
+
+
 def test_the_job_takes_the_number_from_its_settings(root, tmp_path, monkeypatch):
     """Catches: a setting that is passed over, a number that leaves no copy."""
     for keep in (0, -1, "all"):
