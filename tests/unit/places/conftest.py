@@ -1,4 +1,4 @@
-"""Places for the tests: a directory, and where their packages are installed, S3 servers on loopback."""
+"""Places for the tests: a directory, and where their packages are installed, servers on loopback."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import pytest
 
 from ckptfsm.places.place import CopyPlace, place_at
 
-KINDS = ["directory"]
+KINDS: list[object] = ["directory"]
 if find_spec("obstore") and find_spec("moto"):
-    KINDS.append("moto")
+    from s3_servers import Azurite, Moto, lacks_azurite
+
+    why = lacks_azurite()
+    KINDS += ["moto", pytest.param("azurite", marks=pytest.mark.skipif(bool(why), reason=why))]
 
 
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory) -> Iterator[object]:
-    from s3_servers import Moto
-
     with Moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory) -> Iterator[object]:
+    with Azurite(tmp_path_factory.mktemp("azurite")) as server:
         yield server
 
 
@@ -28,7 +35,7 @@ def url(request, tmp_path: Path, monkeypatch) -> str:
     """A place that has nothing yet."""
     if request.param == "directory":
         return str(tmp_path / "place")
-    server = request.getfixturevalue("moto")
+    server = request.getfixturevalue(request.param)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return server.new_bucket() + "/runs/gpt"
