@@ -3,6 +3,9 @@
 Addresses and credentials come from the environment, as obstore reads it (``AWS_ENDPOINT_URL``,
 ``AWS_ACCESS_KEY_ID``, ``GOOGLE_SERVICE_ACCOUNT``, ``AZURE_STORAGE_ACCOUNT_NAME`` and others). Each
 body that goes to S3 is signed with its SHA-256, which the server compares.
+
+A request without an answer ends after two minutes. obstore sends it again, unless it has a condition:
+then the call fails, and the job's next attempt finds what became of it.
 """
 
 from __future__ import annotations
@@ -28,14 +31,31 @@ _IN_FLIGHT_BYTES = 32 << 20  # of one file
 _PIECE_BYTES = 4 << 20
 _TRIES = 5
 _PAUSE_S = 0.1
+_SILENCE_S = 120.0  # until the first byte of an answer, or the next one
 _XML = re.compile(r"<\?xml.*?\?>")
+_ANSWER = re.compile(r"status code: (\d+).*?<Code>(\w+)</Code>(?:.*?<Message>(.*?)</Message>)?")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+_REGION = "is the bucket in another region? Set AWS_REGION"
+_KEYS = "are these the right credentials?"
+_MEANING = (  # of an error's code, or of words in it
+    ("TimeTooSkewed", "the clock of this machine is wrong: set it"),
+    ("ExpiredToken", "the credentials have expired: start the job again with new ones"),
+    ("InvalidAccessKeyId", _KEYS),
+    ("SignatureDoesNotMatch", _KEYS),
+    ("AuthorizationHeaderMalformed", _REGION),
+    ("PermanentRedirect", _REGION),
+    ("without LOCATION", _REGION),
+    ("Quota", "there is no room in the bucket; what was copied stays, and counts"),
+    ("StorageFull", "there is no room in the bucket; what was copied stays, and counts"),
+)
 
 
 def store_at(url: str) -> Any:
     """The store of a URL, with its prefix. Raises ``ConfigError`` if that cannot be one."""
     options = {
-        "timeout": timedelta(seconds=120),
+        # A limit for a whole request would end each large file that comes slowly but surely.
+        "timeout": timedelta(days=1),
+        "read_timeout": timedelta(seconds=_SILENCE_S),
         "connect_timeout": timedelta(seconds=10),
         "allow_http": True,  # for an address that the user gives with http://, and for no other
     }
@@ -84,7 +104,7 @@ class ObjectPlace:
             try:
                 found = obstore.get(self._store, name)
             except FileNotFoundError as error:
-                if any(word in str(error) for word in _NO_BUCKET):
+                if _lacks_bucket(error):
                     raise
                 return None
             if found.meta["size"] > MAX_DOCUMENT_BYTES:
@@ -160,7 +180,8 @@ class ObjectPlace:
         except (BaseError, OSError, ValueError) as error:
             if pieces is not None and pieces.error is not None:
                 raise pieces.error from None
-            if isinstance(error, PlaceFailed) or (missing and isinstance(error, FileNotFoundError)):
+            absent = isinstance(error, FileNotFoundError) and not _lacks_bucket(error)
+            if isinstance(error, PlaceFailed) or (missing and absent):
                 raise
             raise PlaceFailed(
                 f"{self.where}/{name}: {call}: {_words_of_store(error)}",
@@ -190,7 +211,19 @@ class _Pieces:
             raise
 
 
+def _lacks_bucket(error: FileNotFoundError) -> bool:
+    """True if it is the bucket that is not there."""
+    return any(word in str(error) for word in _NO_BUCKET)
+
+
 def _words_of_store(error: BaseException) -> str:
-    """The words of an error of the store, in a line, without the structures that it shows below."""
-    words = _XML.sub("", str(error).partition("Debug source:")[0])
-    return describe(type(error)(" ".join(words.split()) or "no reason is told"))
+    """The words of an error of the store, in a line, without the structures that it shows below.
+
+    Of an answer of the server, its status, code and message are told, and what they mean.
+    """
+    words = " ".join(_XML.sub("", str(error).partition("Debug source:")[0]).split())
+    if answer := _ANSWER.search(words):
+        status, code, message = answer.groups()
+        words = f"{status} {code}: {message or 'no reason is told'}"
+    meant = next((meaning for word, meaning in _MEANING if word in words), "")
+    return describe(type(error)(f"{meant}: {words}" if meant else words or "no reason is told"))

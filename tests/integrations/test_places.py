@@ -1,4 +1,4 @@
-"""Copies on real S3 servers: faults on the way, SIGKILL of the carrier, a server that does not conform.
+"""Copies on real object stores: faults on the way, SIGKILL of the carrier, one that does not conform.
 
 The tests of ``tests/unit/places`` run on the same servers, in the same target.
 """
@@ -12,17 +12,23 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cli_runs import ran, said
 from copying import carry, contents, copied, is_committed, root_with
 from s3_servers import (
+    ACCOUNT,
+    Azurite,
     Moto,
     Proxy,
     Rclone,
+    comes_slowly,
     cuts,
     flips_a_bit,
+    hangs,
+    lacks_azurite,
     loses_the_answer,
     refuses,
     resets,
@@ -31,8 +37,10 @@ from s3_servers import (
 from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core.documents import FileEntry, Manifest, Part, encode_sealed
 from ckptfsm.core.errors import ConfigError, PlaceFailed
-from ckptfsm.core.jobs import COPY
+from ckptfsm.core.jobs import COPY, Copy
 from ckptfsm.core.layout import CLAIM, MANIFEST, TRACKER
+from ckptfsm.places import object_store
+from ckptfsm.places.carry import copy_directory
 from ckptfsm.places.place import place_at
 
 pytestmark = pytest.mark.integration
@@ -56,6 +64,12 @@ def proxy(moto, monkeypatch):
 @pytest.fixture
 def url(moto, proxy) -> str:
     return moto.new_bucket() + "/runs/gpt"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A request without an answer ends after two seconds instead of two minutes."""
+    monkeypatch.setattr(object_store, "_SILENCE_S", 2.0)
 
 
 @pytest.fixture
@@ -107,6 +121,62 @@ def test_a_fault_on_the_way_is_outlived(method, path, fault, root, url, proxy):
     assert copied(place, 10) == contents(Path(root.root, "iter_0000010"))
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "fault"),
+    [
+        ("POST", "uploads", resets),
+        ("PUT", "partNumber=2", refuses(500, "InternalError")),
+        ("PUT", "partNumber=2", resets),
+        ("PUT", "partNumber=2", hangs),
+        ("POST", "uploadId", loses_the_answer),
+        ("POST", "uploadId", refuses(200, "InternalError")),
+    ],
+)
+def test_a_fault_in_the_parts_of_a_large_file_is_outlived(
+    method, path, fault, url, proxy, impatient
+):
+    """Catches: an object without one of its parts, an error that came with status 200."""
+    place, data = place_at(url), random.Random(1).randbytes(20 << 20)
+    proxy.once(method, path, fault)
+    place.put("step/large", iter([data[: 9 << 20], data[9 << 20 :]]), len(data), digest_of(data))
+    assert not proxy.rules, "the fault was met"
+    assert b"".join(place.stream("step/large")) == data
+    assert place.digest("step/large") == digest_of(data)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "list-type"), ("PUT", "__0_0")])
+def test_a_request_that_is_never_answered_is_sent_again(method, path, root, url, proxy, impatient):
+    """Catches: a carrier that waits for ever."""
+    place = place_at(url)
+    proxy.once(method, path, hangs)
+    carry(place, root, 10)
+    assert not proxy.rules
+    assert is_committed(place, 10)
+
+
+def test_a_commit_that_is_never_answered_ends_and_the_next_attempt_commits(
+    root, url, proxy, impatient
+):
+    """Catches: a manifest that is taken for written, or data that is sent twice."""
+    place = place_at(url)
+    proxy.once("PUT", "manifest.json", hangs)
+    with pytest.raises(PlaceFailed, match=r"iter_0000010/.ckptfsm/manifest.json: create"):
+        carry(place, root, 10)
+    assert not is_committed(place, 10)
+    assert carry(place, root, 10).sent == 0
+    assert copied(place, 10) == contents(Path(root.root, "iter_0000010"))
+
+
+def test_a_large_file_that_comes_slowly_but_surely_is_not_cut(url, proxy, impatient):
+    """Catches: a limit for the whole answer, which no file above some size is ever within."""
+    place, data = place_at(url), random.Random(1).randbytes(5 << 20)
+    place.put("step/slow", iter([data]), len(data), digest_of(data))
+    proxy.seen.clear()
+    proxy.once("GET", "slow", comes_slowly)  # for longer than the silence that ends a request
+    assert b"".join(place.stream("step/slow")) == data
+    assert len(proxy.seen) == 1
+
+
 @pytest.mark.parametrize("fault", [cuts, flips_a_bit, resets, refuses(500, "InternalError")])
 def test_a_fault_on_the_way_back_is_outlived(fault, root, url, proxy, tmp_path, capsys):
     """Catches: half a file, or another bit, that becomes a checkpoint."""
@@ -118,27 +188,96 @@ def test_a_fault_on_the_way_back_is_outlived(fault, root, url, proxy, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(403, "ExpiredToken"), (403, "AccessDenied"), (401, "Unauthorized")]
+    ("status", "code", "said"),
+    [
+        (403, "ExpiredToken", "start the job again with new ones"),
+        (400, "ExpiredToken", "start the job again with new ones"),
+        (403, "InvalidAccessKeyId", "the right credentials"),
+        (403, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        (400, "AuthorizationHeaderMalformed", "Set AWS_REGION"),
+        (301, "PermanentRedirect", "Set AWS_REGION"),
+        (403, "QuotaExceeded", "no room in the bucket"),
+        (507, "XMinioStorageFull", "no room in the bucket"),
+        (403, "AccessDenied", "403 AccessDenied: AccessDenied"),
+        (401, "Unauthorized", "401 Unauthorized"),
+    ],
 )
-def test_expired_credentials_are_told_and_nothing_is_lost(
+def test_a_refusal_is_told_with_what_to_do(status, code, said, url, proxy):
+    """Catches: a line of the store's structures, or of its address, without what the server said."""
+    place = place_at(url)
+    for method, call in (("PUT", partial(place.create, "a/b", b"c")), ("GET", place.names)):
+        proxy.always(method, "", refuses(status, code))
+        with pytest.raises(PlaceFailed, match=f"{place.where}/.*{said}"):
+            call()
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "ExpiredToken"), (403, "QuotaExceeded")])
+def test_a_refusal_in_the_middle_loses_nothing_and_the_copy_goes_on_once_it_ends(
     status, code, root, url, proxy, tmp_path, capsys
 ):
-    """Catches: a refusal that counts as "nothing there"."""
-    carry(place_at(url), root, 10)
-    proxy.once("PUT", "__0_0", refuses(status, code))
-    with pytest.raises(PlaceFailed, match=r"iter_0000020/__0_0"):
-        carry(place_at(url), root, 20)
-    assert not is_committed(place_at(url), 20)
-    proxy.once("GET", "list-type|delimiter", refuses(status, code))
-    status, _, err = ran(capsys, "fetch", url, tmp_path / "back")
-    assert (status, "place_failed" in err) == (1, True), err
+    """Catches: a refusal that counts as "nothing there", files that are sent twice."""
+    place = place_at(url)
+    proxy.always("PUT", "__1_0", refuses(status, code))
+    with pytest.raises(PlaceFailed, match=f"iter_0000020/__1_0.*{code}"):
+        carry(place, root, 20)
+    assert not is_committed(place, 20)
+    assert {"__0_0.distcp"} == {each for each in place.listed("iter_0000020") if "distcp" in each}
+    proxy.rules.clear()
+    done = carry(place, root, 20)
+    assert 0 < done.sent < done.files
+    assert copied(place, 20) == contents(Path(root.root, "iter_0000020"))
+    proxy.always("GET", "list-type|delimiter", refuses(status, code))
+    ended, _, err = ran(capsys, "fetch", url, tmp_path / "back")
+    assert (ended, "place_failed" in err, code in err) == (1, True, True), err
     assert not (tmp_path / "back").exists()
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory):
+    if why := lacks_azurite():
+        pytest.skip(why)
+    with Azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "attempts"),
+    [
+        ("manifest.json", loses_the_answer, 1),
+        ("claim.json", loses_the_answer, 1),
+        ("latest_checkpointed", loses_the_answer, 1),
+        ("comp=block&", refuses(500, "InternalError"), 1),
+        ("comp=block&", resets, 1),
+        ("comp=blocklist", loses_the_answer, 2),  # its blocks are no longer there at the second try
+    ],
+)
+def test_a_fault_of_azure_is_outlived(path, fault, attempts, azurite, tmp_path, monkeypatch):
+    """Catches: a lost answer taken for another's object where the server is not S3."""
+    step = large_root(tmp_path / "root", 20 << 20, 5)
+    url = azurite.new_bucket() + "/runs/gpt"
+    with Proxy(azurite.endpoint) as proxy:
+        for name, value in azurite.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{proxy.endpoint}/{ACCOUNT}")
+        proxy.once("PUT", path, fault)
+        for left in reversed(range(attempts)):
+            try:
+                copy_directory(step, Copy(url))
+            except PlaceFailed as error:
+                assert left, error
+        assert not proxy.rules
+        assert copied(place_at(url), 10) == contents(step)
+        assert place_at(url).read(TRACKER) == b"10\n"
+        sent = [path for method, path in proxy.seen if method == "PUT" and "blocklist" in path]
+        assert len(sent) <= 2, "the second attempt sends nothing again"
 
 
 def test_a_bucket_that_does_not_exist_is_told(root, url, tmp_path, capsys):
     """Catches: "no copy" of a bucket whose name is wrong."""
     with pytest.raises(PlaceFailed, match="no-such-bucket"):
         carry(place_at("s3://no-such-bucket/run"), root, 10)
+    with pytest.raises(PlaceFailed, match="NoSuchBucket"):  # it was removed in the meantime
+        list(place_at("s3://no-such-bucket/run").stream("iter_0000010/__0_0.distcp"))
     for command in ("fetch", "ls", "verify"):
         more = (tmp_path / "back",) if command == "fetch" else ()
         status, _, err = ran(capsys, command, "s3://no-such-bucket/run", *more)
