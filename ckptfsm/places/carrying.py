@@ -12,7 +12,8 @@
 | 8 | With ``keep``, earlier copies go: manifest, files, claim | a claim, which the next copy removes |
 
 So a copy without a manifest is none, and any machine may complete it. No local record is needed: where
-the manifest is there with the same bytes, the copy is done.
+the manifest is there with the same bytes, and every file, the copy is done. A file that someone has
+removed since is sent again.
 
 A claim without a manifest, of an earlier attempt of the same run, is taken over: its machine is gone,
 and the job has saved the step again. A process of that attempt may still live. It looks at the claim
@@ -135,7 +136,8 @@ class Carrier:
         """
         source = source_of(self.storage, name)
         todo: Sequence[FileEntry] = ()
-        if self.place.read(f"{name}/{MANIFEST}") != source.data:
+        committed = self.place.read(f"{name}/{MANIFEST}") == source.data
+        if not committed or self._missing(name, source.files):
             if not self.sole_writer:
                 probe(self.place)
             self._require_own(self.place.create(RUN, self.run))

@@ -94,6 +94,15 @@ def test_a_killed_copy_goes_on_with_the_files_that_are_missing(root, place):
     assert 0 < done.sent < done.files
 
 
+def test_what_someone_removed_from_a_copy_is_sent_again(root, place):
+    """Catches: a copy that is called done by its manifest, so that the last good files are pruned."""
+    carry(place, root, 10)
+    whole = copied(place, 10)
+    place.remove("iter_0000010/__0_0.distcp")
+    assert carry(place, root, 10).sent == 1
+    assert copied(place, 10) == whole
+
+
 def test_an_object_of_the_right_size_and_another_content_is_sent_again(root, place):
     """Catches: a file of an earlier attempt taken for this one's, by its size."""
     name = "iter_0000010/__0_0.distcp"
