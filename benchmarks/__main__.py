@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
 _DEFAULTS = Options(Path())
-OTHERS = ("peers", "fsdp2", "device")  # not by default: they take long, or need a GPU
+OTHERS = ("peers", "fsdp2", "device", "places")  # not by default: they take long, or need a GPU
 GROUPS = (
     "saving",
     "engines",

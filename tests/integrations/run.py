@@ -70,6 +70,7 @@ TRAINERS = (  # whose files are not shared; copies and exports are no trainers
 EXPORTED = ("transformers", "megatron-bridge")  # whose targets test the export, too
 BROUGHT = ("accelerate", "transformers")  # by other trainers, too
 PEERS = ("--no-deps", "torch_checkpointing==0.1.1", "safetensors")
+COPIERS = ("multi-storage-client==1.3.1",)  # boto3 comes with moto
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
 MINE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -656,10 +657,15 @@ def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
 
 
 def compare_writers(target: Target) -> int:
-    """Run the benchmark of other writers in an environment with the packages of a target, and more."""
-    target = replace(target, name="peers", packages=(*target.packages, PEERS))
+    """Run the benchmark of other writers in an environment with the packages of a target, and more.
+
+    In the target of the copies it is the benchmark of those.
+    """
+    copies = ("places", "--bytes", str(512 << 20), "--pairs", "6")
+    group, more = (copies, COPIERS) if target.name == "places" else (("peers",), PEERS)
+    target = replace(target, name="peers", packages=(*target.packages, more), npm=())
     python, _ = prepared(target)
-    command = [str(python), "-m", "benchmarks", "--only", "peers"]
+    command = [str(python), "-m", "benchmarks", "--only", *group]
     return subprocess.run(command, cwd=ROOT, env=environment_of(target), check=False).returncode
 
 

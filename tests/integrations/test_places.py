@@ -456,3 +456,25 @@ def test_what_another_program_saved_is_copied_by_the_job_and_resumed_from(
     assert {name: data for name, data in fetched.items() if name != MANIFEST} == stock
     assert trained(tmp_path / "second", 4, url)[0] == 3
     assert is_committed(place_at(url), 4)
+
+
+def test_the_benchmark_of_copies_reports_its_figures(tmp_path):
+    """Catches: a side that can put or get nothing any more; a copy that is lost. No time is asserted."""
+    tiny = ("--bytes", "65536", "--pairs", "1", "--checkpoints", "2", "--dir", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--only", "places", "--json", *tiny],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
+    for what in ("put", "get"):
+        for side in ("plain copy", "ckptfsm, directory", "ckptfsm, S3", "boto3"):
+            assert figures[f"{what}, {side}"]["median"] > 0
+    assert "multistorageclient is not installed" in done.stderr
+    judged = {name: figure for name, figure in figures.items() if figure["target"] is not None}
+    assert len(judged) == 5
+    assert all(figure["met"] for figure in judged.values()), judged
+    assert not list(tmp_path.iterdir()), "left behind"
