@@ -32,6 +32,8 @@ _PIECE_BYTES = 4 << 20
 _TRIES = 5
 _PAUSE_S = 0.1
 _SILENCE_S = 120.0  # until the first byte of an answer, or the next one
+_LONGEST_S = 86_400.0  # of a whole answer, also if it was cut and goes on
+_RETRIES = 5
 _XML = re.compile(r"<\?xml.*?\?>")
 _ANSWER = re.compile(r"status code: (\d+).*?<Code>(\w+)</Code>(?:.*?<Message>(.*?)</Message>)?")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
@@ -53,13 +55,14 @@ _MEANING = (  # of an error's code, or of words in it
 def store_at(url: str) -> Any:
     """The store of a URL, with its prefix. Raises ``ConfigError`` if that cannot be one."""
     options = {
-        # A limit for a whole request would end each large file that comes slowly but surely.
-        "timeout": timedelta(days=1),
+        # A lower limit would end each large file that comes slowly but surely.
+        "timeout": timedelta(seconds=_LONGEST_S),
         "read_timeout": timedelta(seconds=_SILENCE_S),
         "connect_timeout": timedelta(seconds=10),
         "allow_http": True,  # for an address that the user gives with http://, and for no other
     }
-    retries = {"max_retries": 5, "retry_timeout": timedelta(seconds=150)}
+    # Counted from the beginning: later, a file that is cut would begin anew.
+    retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_LONGEST_S)}
     try:
         return from_url(url, client_options=options, retry_config=retries)
     except (BaseError, ValueError) as error:
