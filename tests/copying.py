@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from real_roots import TREE, crashed, real_job, real_root
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -15,6 +17,13 @@ from ckptfsm.core.layout import MANIFEST
 from ckptfsm.places.carrying import Carried, Carrier, run_of
 from ckptfsm.places.place import CopyPlace
 
+KINDS: list[object] = ["directory"]
+if find_spec("obstore") and find_spec("moto"):
+    from s3_servers import lacks_azurite
+
+    why = lacks_azurite()
+    KINDS += ["moto", pytest.param("azurite", marks=pytest.mark.skipif(bool(why), reason=why))]
+every_kind = pytest.mark.parametrize("url", [*KINDS, "hdfs", "memory"], indirect=True)
 CHANGES = ("create", "replace", "put", "remove")
 
 

@@ -6,7 +6,6 @@ its name: of two that create it, one is told of the other's. A directory goes wi
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -18,22 +17,21 @@ from ckptfsm.core.errors import CkptFsmError, ConfigError, PlaceFailed, describe
 from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
-    TEMPORARY,
     each_file,
     lookup,
     make_dirs,
     parent_of,
-    put,
     read_document,
     write_all,
     write_new,
 )
 from ckptfsm.disk.trash import remove_empty_above, remove_marker
+from ckptfsm.places.streamed import StreamedPlace, temporary_of
 
 _PIECE_BYTES = 4 << 20
 
 
-class DirectoryPlace:
+class DirectoryPlace(StreamedPlace):
     """See ``place.CopyPlace``. ``create``: make the directory if it is missing."""
 
     def __init__(self, path: str, *, create: bool = False) -> None:
@@ -75,12 +73,6 @@ class DirectoryPlace:
             found = lookup(self._storage, name)
             return self._storage.digest(name) if found and found.kind == "file" else None
 
-    def read(self, name: str) -> bytes | None:
-        with self._named(name):
-            if lookup(self._storage, name) is None:
-                return None
-            return read_document(self._storage, name, MAX_DOCUMENT_BYTES)
-
     def stream(self, name: str) -> Generator[bytes, None, None]:
         with self._named(name, missing=True):
             handle = self._storage.open_reading(name)
@@ -98,18 +90,10 @@ class DirectoryPlace:
             create_once(self._storage, name, data)
             return read_document(self._storage, name, MAX_DOCUMENT_BYTES)
 
-    def replace(self, name: str, data: bytes, expected: bytes) -> bool:
-        """As ``CopyPlace`` says; of two hosts that replace it at the same moment, one is not told."""
-        if self.read(name) != expected:
-            return False
-        with self._named(name):
-            put(self._storage, name, data, tag=uuid.uuid4().hex[:12])
-        return self.read(name) == data
-
     def put(self, name: str, pieces: Iterator[bytes], size: int, digest: str) -> None:
         with self._named(name):
             self._make_parent(name)
-            temporary = _temporary(name)
+            temporary = temporary_of(name)
             handle = self._storage.open_exclusive(temporary)
             try:
                 try:
@@ -153,7 +137,7 @@ class DirectoryPlace:
 
 def create_once(storage: Storage, name: str, data: bytes) -> None:
     """Create a durable file, unless there is one: of several that try, one succeeds."""
-    temporary = _temporary(name)
+    temporary = temporary_of(name)
     write_new(storage, temporary, data)
     try:
         storage.link(temporary, name)
@@ -161,7 +145,3 @@ def create_once(storage: Storage, name: str, data: bytes) -> None:
         pass
     finally:
         remove_marker(storage, temporary)
-
-
-def _temporary(name: str) -> str:
-    return f"{name}{TEMPORARY}{uuid.uuid4().hex[:12]}"

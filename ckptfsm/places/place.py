@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.places.directory import DirectoryPlace
+from ckptfsm.places.hdfs import HdfsPlace
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
@@ -72,10 +73,10 @@ def scheme_of(url: str) -> str:
 
 
 def place_at(url: str, *, create: bool = False) -> CopyPlace:
-    """The place at a URL, such as ``s3://bucket/run``, ``file:///mnt/run``, or a path.
+    """The place at a URL, such as ``s3://bucket/run``, ``hdfs://host/run``, or a path.
 
-    Nothing is asked of an object store yet. ``create``: make the directory if it is missing. Raises
-    ``ConfigError`` for a scheme that is not known, or if its package is not installed.
+    Nothing is asked of a server yet. ``create``: make the directory if it is missing. Raises
+    ``ConfigError`` for a scheme that is not known, or if what it needs is not installed.
     """
     scheme = scheme_of(url)
     if scheme in ("", "file"):
@@ -83,15 +84,21 @@ def place_at(url: str, *, create: bool = False) -> CopyPlace:
         if scheme and not path.startswith("/"):
             raise ConfigError(f"{url} names no path: write file:///path", key="copies", url=url)
         return DirectoryPlace(path, create=create)
-    if scheme not in OBJECT_STORES:
-        known = ", ".join(f"{each}://" for each in ("file", *OBJECT_STORES))
-        raise ConfigError(f"no place for copies is known at {url}: {known}", key="copies", url=url)
-    if find_spec("obstore") is None:
-        raise ConfigError(
-            f"copies at {url} need obstore: pip install 'ckptfsm[s3]', with Python 3.11 or newer",
-            key="copies",
-            url=url,
-        )
-    from ckptfsm.places.object_store import ObjectPlace, store_at
+    if scheme == "hdfs":
+        return HdfsPlace(url)
+    if scheme in OBJECT_STORES:
+        _require("obstore", "'ckptfsm[s3]', with Python 3.11 or newer", url)
+        from ckptfsm.places.object_store import ObjectPlace, store_at
 
-    return ObjectPlace(store_at(url), url)
+        return ObjectPlace(store_at(url), url)
+    _require("fsspec", "fsspec", url)
+    from ckptfsm.places.fsspec_place import FsspecPlace
+
+    return FsspecPlace(url)
+
+
+def _require(package: str, what: str, url: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"copies at {url} need {package}: pip install {what}", key="copies", url=url
+        )

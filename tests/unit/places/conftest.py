@@ -1,31 +1,30 @@
-"""Places for the tests: a directory, and where their packages are installed, servers on loopback."""
+"""Places for the tests: directories, a made-up HDFS, file systems of fsspec, servers on loopback."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from copying import KINDS
+from hdfs_program import install_hdfs
 
 from ckptfsm.places.place import CopyPlace, place_at
-
-KINDS: list[object] = ["directory"]
-if find_spec("obstore") and find_spec("moto"):
-    from s3_servers import Azurite, Moto, lacks_azurite
-
-    why = lacks_azurite()
-    KINDS += ["moto", pytest.param("azurite", marks=pytest.mark.skipif(bool(why), reason=why))]
 
 
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory) -> Iterator[object]:
+    from s3_servers import Moto
+
     with Moto(tmp_path_factory.mktemp("moto")) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def azurite(tmp_path_factory) -> Iterator[object]:
+    from s3_servers import Azurite
+
     with Azurite(tmp_path_factory.mktemp("azurite")) as server:
         yield server
 
@@ -35,6 +34,11 @@ def url(request, tmp_path: Path, monkeypatch) -> str:
     """A place that has nothing yet."""
     if request.param == "directory":
         return str(tmp_path / "place")
+    if request.param == "hdfs":
+        install_hdfs(tmp_path / "hadoop", monkeypatch)
+        return "hdfs://host/runs/gpt"
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/gpt"
     server = request.getfixturevalue(request.param)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

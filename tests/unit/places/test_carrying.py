@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copying import Counted, Killed, carry, contents, copied, is_committed, root_with, saved_again
+from copying import (
+    Counted,
+    Killed,
+    carry,
+    contents,
+    copied,
+    every_kind,
+    is_committed,
+    root_with,
+    saved_again,
+)
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
@@ -32,6 +42,7 @@ def directory(root, step: int) -> Path:
     return Path(root.root, f"iter_{step:07d}")
 
 
+@every_kind
 def test_a_copy_is_the_directory_byte_for_byte(root, place):
     """Catches: a file left out, another manifest, a tracker that goes back, files sent twice."""
     first = carry(place, root, 20)
@@ -103,6 +114,7 @@ def test_what_someone_removed_from_a_copy_is_sent_again(root, place):
     assert copied(place, 10) == whole
 
 
+@every_kind
 def test_an_object_of_the_right_size_and_another_content_is_sent_again(root, place):
     """Catches: a file of an earlier attempt taken for this one's, by its size."""
     name = "iter_0000010/__0_0.distcp"
@@ -125,6 +137,7 @@ def test_a_flipped_bit_on_the_local_disk_ends_the_copy_before_the_commit(root, p
     assert not is_committed(place, 10)
 
 
+@every_kind
 def test_another_run_is_refused_and_changes_nothing(root, place, tmp_path):
     """Catches: two jobs with one prefix, whose files mix."""
     carry(place, root, 10)
@@ -138,6 +151,7 @@ def test_another_run_is_refused_and_changes_nothing(root, place, tmp_path):
     other.close_root()
 
 
+@every_kind
 def test_a_later_attempt_takes_a_claim_over_that_was_never_committed(root, place):
     """Catches: a new machine that can never copy a step, because the dead one had begun to."""
     with pytest.raises(Killed):
@@ -176,6 +190,7 @@ def test_a_committed_copy_of_another_attempt_is_refused_with_the_way_out(root, p
     assert copied(place, 20) == before
 
 
+@every_kind
 def test_a_copy_is_replaced_if_that_is_asked_for(root, place):
     """Catches: a copy of two attempts, a manifest whose files are being written over."""
     carry(place, root, 20)

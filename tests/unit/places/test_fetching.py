@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import ran, said
-from copying import Counted, Killed, carry, contents, root_with
+from copying import Counted, Killed, carry, contents, every_kind, root_with
 from real_roots import TREE, crashed, real_job
 
 from ckptfsm.core.errors import DamagedRoot
@@ -30,6 +30,7 @@ def copied(tmp_path: Path, place):
     return tmp_path / "root"
 
 
+@every_kind
 def test_a_fetched_checkpoint_is_resumed_from_and_not_pinned(copied, url, tmp_path, capsys):
     """Catches: another content, a pin for ever, a tracker that says nothing, a run that is refused."""
     back = tmp_path / "back"
