@@ -57,7 +57,6 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lightning": ("LightningCheckpoints", "retain"),
         "verl": ("install", "install_in_verl"),
         "verl.trainer": ("Checkpoints", "retention_of"),
-        "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "RemoteCopy"),
         "accelerate": ("install", "AcceleratorCheckpoints"),
         "transformers": ("install", "TrainerCheckpoints", "SaveTotalLimit"),
         "hugging_face": ("export",),

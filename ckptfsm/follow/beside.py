@@ -42,11 +42,6 @@ _STAYS = "its step stays, and it is tried again later"
 _RENEWALS = 4  # of a lease before it would expire
 
 
-def renewal_s(config: CheckpointConfig) -> float:
-    """Seconds from one renewal of a lease to the next, where this configuration rules."""
-    return min(60.0, config.reader_timeout_s / _RENEWALS)
-
-
 def require_commands(jobs: Sequence[Job]) -> None:
     """Look for the command of each job. Raises ``ConfigError`` for one that is not found."""
     for job in jobs:
@@ -76,9 +71,10 @@ class JobsBeside:
         self._fds = [os.dup(fd) for fd in storage.descriptors()[:1]]
         if not self._fds:
             raise ConfigError("on_tracked needs a root on a disk", key="on_tracked")
+        renew_s = min(60.0, config.reader_timeout_s / _RENEWALS)
         self._order = JobOrder(
             storage.root,
-            FollowPlan(epoch, config.layout, config.jobs, "job-", renewal_s(config)),
+            FollowPlan(epoch, config.layout, config.jobs, renew_s),
             config.jobs,
             tuple(import_path()),
             str(Path.cwd()),

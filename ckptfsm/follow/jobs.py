@@ -24,7 +24,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import make_dirs, put
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.trash import remove_marker, sweep_temporaries
-from ckptfsm.follow.runner import FollowPlan, Records, Runner
+from ckptfsm.follow.runner import FollowPlan, Runner
 
 _NICE = 19  # where sessions share the processor, it is that of the attempts, too
 
@@ -61,8 +61,8 @@ class JobWork:
         return JobProcess(call, variables, order.imports, order.cwd, order.ignored)
 
 
-class JobRecords(Records):
-    """The records of jobs in a root, see ``disk.overview``."""
+class JobRecords:
+    """The records of jobs in a root. See ``runner.Records``."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage

@@ -56,6 +56,7 @@ from ckptfsm.disk.trash import remove_marker
 from ckptfsm.follow.follower import Follower
 
 _AFTER_TROUBLE = 5  # times look_s
+_LEASES = f"{OWN}job-"  # begins the nonces of its leases
 _WITHDRAWN = "its checkpoint was withdrawn while it ran"
 
 
@@ -76,15 +77,14 @@ class Work(Protocol):
     """What is done with a checkpoint."""
 
     def begin(self, record: JobRecord, checkpoint: Checkpoint, path: str) -> Attempt:
-        """Begin an attempt for the checkpoint at ``path``. Raises ``Unfit``; other errors fail it."""
+        """Begin an attempt for the checkpoint at ``path``. An error fails it."""
 
 
-class Records:
-    """Records that end with this process. Those of ``jobs`` survive it."""
+class Records(Protocol):
+    """The records, which survive this process."""
 
     def begin(self) -> list[JobRecord]:
         """The records of an earlier run, in no order."""
-        return []
 
     def put(self, record: JobRecord) -> None: ...
     def remove(self, record: JobRecord) -> None: ...
@@ -94,17 +94,14 @@ class Records:
 class FollowPlan:
     """The settings of a runner.
 
-    ``leases`` begins the names of its leases. ``renew_s``: seconds between two renewals of the leases.
-    ``look_s``: seconds between two looks at the root. ``keeps_waiting``: what waits is leased, too.
+    ``renew_s``: seconds between two renewals of the leases. ``look_s``: between two looks at the root.
     """
 
     epoch: int
     layout: LayoutName
     tasks: tuple[Task, ...]
-    leases: str
     renew_s: float
     look_s: float = 1.0
-    keeps_waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +145,7 @@ class Runner(Follower):
         plan: FollowPlan,
         work: Work,
         tell: Callable[[Message], object],
-        records: Records | None = None,
+        records: Records,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(clock or SystemClock())
@@ -156,7 +153,7 @@ class Runner(Follower):
         self._plan = plan
         self._work = work
         self._tell = tell
-        self._store = records or Records()
+        self._store = records
         self._tasks = {task.name: task for task in plan.tasks}
         self._begun = False
         self.records: dict[Key, JobRecord] = {}
@@ -290,7 +287,7 @@ class Runner(Follower):
         records = {key_of(each): each for each in self._store.begin()}
         for name in list_names(self._storage, READERS):
             nonce = name.partition(".")[2]  # a caller's may be any that does not begin with OWN
-            if parse_reader(name) is not None and nonce.startswith(f"{OWN}{self._plan.leases}"):
+            if parse_reader(name) is not None and nonce.startswith(_LEASES):
                 remove_marker(self._storage, f"{READERS}/{name}")
         self.records = records
         self._read(self._storage, read_tracker(self._storage).step)
@@ -361,8 +358,7 @@ class Runner(Follower):
     # ------------------------------------------------------------------------------------- leases
 
     def due(self) -> Sequence[Checkpoint]:
-        keeps = self._plan.keeps_waiting
-        wanted = [each for each in self._waiting if keeps or each.job not in self._busy]
+        wanted = [each for each in self._waiting if each.job not in self._busy]
         of_all = dict.fromkeys(each.of for each in wanted if each.of not in self._held)
         found = [self._checkpoints.get(of) for of in of_all]
         return [each for each in found if each is not None and each.state is State.TRACKED]
@@ -374,7 +370,7 @@ class Runner(Follower):
             layout=self._plan.layout,
             storage=storage,
             attempt=str(checkpoint.id),
-            kept_by=f"{OWN}{self._plan.leases}",
+            kept_by=_LEASES,
             visibility_timeout_s=late_s,
             clock=self._clock,
         )
@@ -463,8 +459,6 @@ class Runner(Follower):
         busy.ends_at = now + busy.task.timeout_s
         try:
             busy.attempt = self._work.begin(record, self._checkpoints[record.of], path)
-        except Unfit as error:
-            busy.outcome = missed(record, str(error))
         except Exception as error:  # of the machine, or of the task's settings
             busy.outcome = after_attempt(record, busy.task, describe(error))
 

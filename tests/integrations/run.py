@@ -120,7 +120,7 @@ TODAY_TESTS = ("tests/integrations/test_field_bugs_today.py",)
 NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
 LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
-SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
+SFT_TESTS = ("tests/integrations/test_verl_sft.py",)
 LIGHTNING_TESTS = ("tests/integrations/test_lightning.py",)
 HF_TESTS = (
     "tests/integrations/test_accelerate.py",
@@ -453,19 +453,19 @@ TARGETS = (
         "verl-0.9.1",
         "3.11",
         ((f"{ROOT}[verl]", "verl==0.9.1", *VERL_UNNAMED),),
-        (*VERL_TESTS, "tests/integrations/test_verl_mirror.py"),
+        VERL_TESTS,
     ),
     Target(
         "verl-0.9.1-core-0.18",
         "3.12",
         (_core("0.18.2", YAML), *VERL_ON_3_12),
-        (*VERL_TESTS, *SFT_TESTS[:1]),
+        VERL_TESTS,
     ),
     Target(
         "verl-0.9.1-core-0.19",
         "3.12",
         (_core("0.19.2"),),
-        (*VERL_TESTS, *SFT_TESTS[1:], *TODAY_TESTS),
+        (*VERL_TESTS, *SFT_TESTS, *TODAY_TESTS),
         borrows="verl-0.9.1-core-0.18",
         always=True,
     ),

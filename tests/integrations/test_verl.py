@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import said
 
 pytest.importorskip("verl")
 pytest.importorskip("ray")
@@ -39,14 +40,12 @@ from verl_loops import calls_in_every_step
 from ckptfsm.core.errors import (
     ConfigError,
     PollMissingWarning,
-    SaveFailed,
     SaveFailedWarning,
     StepExistsError,
 )
 from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
 from ckptfsm.integrations.verl import trainer as trainer_module
-from ckptfsm.integrations.verl.mirror import DirectoryMirror, RemoteCopy
 from ckptfsm.testing.fakes import FifoGate
 
 pytestmark = pytest.mark.megatron
@@ -565,93 +564,34 @@ def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
     assert job.tracked() == 2
 
 
-class Broken:
-    """A remote place without room."""
-
-    def has(self, copy: RemoteCopy) -> bool:
-        return False
-
-    def upload(self, source: str, copy: RemoteCopy, files: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-
-class Watching(DirectoryMirror):
-    """Notes the tracker's content while a copy is made."""
-
-    def upload(self, source: str, copy: RemoteCopy, files: Any) -> None:
-        tracker = Path(source.partition("/root/")[0], "root", TRACKER)
-        named = tracker.read_text().strip() if tracker.exists() else "none"
-        Path(self.directory, f"tracker-{copy.name}").write_text(named)
-        super().upload(source, copy, files)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_mirror_is_a_whole_copy(job: Job, when: str) -> None:
-    """Catches: an upload that misses a role; one that comes later than the tracker, or earlier."""
-    there = job.place / "there"
-    there.mkdir()
-    trainer = job.start(mirror=Watching(str(there)), mirror_when=when, critic=False)
+def test_verls_remote_directory_and_a_new_machine(job: Job, capsys: Any) -> None:
+    """Catches: ``default_hdfs_dir`` without a copy; a step that is pruned before it has one; a fetched
+    one that verl does not load; a load that verl refuses, or after which a worker deletes the step."""
+    there = str(job.place / "there")
+    remote = {"default_hdfs_dir": there, "critic": False}
+    trainer = job.start(**remote, max_actor_ckpt_to_keep=1)
     save(trainer)
-    trainer.checkpoints.close()
-    ours, copy = job.root / "global_step_1", there / "global_step_1"
-    files = {
-        str(p.relative_to(ours)): p.read_bytes()
-        for p in ours.rglob("*")
-        if p.is_file() and ".ckptfsm" not in p.parts
-    }
-    copied = {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()}
-    (mark,) = copied - set(files)
-    assert copied > set(files) and mark.startswith(".attempt-1.e1.a1.")
-    assert all((copy / name).read_bytes() == data for name, data in files.items())
-    named = (there / "tracker-global_step_1").read_text()
-    assert named == ("none" if when == "before" else "1")
-
-
-def test_verls_setting_of_a_remote_directory(job: Job) -> None:
-    """Catches: ``default_hdfs_dir`` without any copy there; a load that verl refuses because of
-    it. Also: a loaded checkpoint that a worker deletes because it is told to."""
-    there = job.place / "there"
-    trainer = job.start(default_hdfs_dir=str(there), critic=False)
     save(trainer)
+    saved = state_of(trainer)
     trainer.checkpoints.close()
-    assert (there / "global_step_1/data.pt").exists()
+    assert job.steps() == ["global_step_2"], "the first was copied"
+    for step in (1, 2):
+        assert f"step {step}: good" in said(capsys, "verify", str(step), f"file://{there}")
+    new = Job(job.server, job.place / "new")
+    said(capsys, "fetch", f"file://{there}", new.root)
+    stock = new.start(stock=True, critic=False)
+    stock._load_checkpoint()
+    assert (stock.global_steps, state_of(stock)) == (2, saved)
+    new.end()
+    new = Job(job.server, job.place / "new")
     with pytest.warns(UserWarning, match="del_local_ckpt_after_load"):
-        again = restarted(
-            job, default_hdfs_dir=str(there), critic=False, del_local_ckpt_after_load=True
-        )
-    assert again.global_steps == 1 and again.config.trainer.default_hdfs_dir == str(there)
-    again.checkpoints.close()
-    assert job.start(stock=True, critic=False).actor_rollout_wg is not None
-    assert job.steps() == ["global_step_1"] and (job.root / "global_step_1/data.pt").exists()
-
-
-def test_a_mirror_that_fails_before_means_no_checkpoint(job: Job) -> None:
-    """Catches: a tracker that names a step which is not where its copy was asked to be."""
-    trainer = job.start(mirror=Broken(), mirror_when="before", critic=False)
-    with pytest.raises(SaveFailed, match="No space left"):
-        save(trainer)
-    assert not (job.root / TRACKER).exists() and not job.steps()
-
-
-def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> None:
-    """Catches: an upload's error that is never reported; a step that is kept for ever."""
-    trainer = job.start(mirror=Broken(), critic=False, max_actor_ckpt_to_keep=1)
-    save(trainer)
-    with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
-        polled_until(trainer, lambda: False)
-    assert job.tracked() == 1
-    trainer.checkpoints.abandon()
-    there = job.place / "there"
-    there.mkdir()
-    again = restarted(
-        job, mirror=DirectoryMirror(str(there)), critic=False, max_actor_ckpt_to_keep=1
-    )
-    polled_until(again, lambda: (there / "global_step_1").is_dir())
-    polled_until(again, lambda: not list((job.root / ".ckptfsm/readers").iterdir()))
+        again = restarted(new, **remote, del_local_ckpt_after_load=True)
+    assert (again.global_steps, state_of(again)) == (2, saved)
+    assert again.config.trainer.default_hdfs_dir == there
     save(again)
     again.checkpoints.close()
-    assert job.steps() == ["global_step_2"]
-    assert {p.name for p in there.iterdir()} == {"global_step_1", "global_step_2"}
+    new.end()
+    assert {"global_step_1", "global_step_2", "global_step_3"} <= set(os.listdir(there))
 
 
 @pytest.mark.skipif(not NEW, reason="verl 0.9 has them")

@@ -264,19 +264,17 @@ def test_resuming_in_a_way_that_would_end_in_refused_saves(sft: SftServer, tmp_p
     assert all("resume_from_path is step 2" in rank["raised"] for rank in run.notes())
 
 
-def test_a_mirror_and_another_policy(sft: SftServer, tmp_path: Path) -> None:
-    """Catches: options of ``install`` that this trainer does not heed; a copy without a rank's file."""
+def test_verls_remote_directory_gets_the_files_of_every_rank(
+    sft: SftServer, tmp_path: Path
+) -> None:
+    """Catches: a setting that this trainer does not heed; an end before the last copy."""
     there = tmp_path / "there"
-    run = Run(sft, tmp_path / "ours", "fsdp2", trainer={"default_hdfs_dir": str(there)}, options={})
+    run = Run(sft, tmp_path / "ours", "fsdp2", trainer={"default_hdfs_dir": str(there)})
     run.done()
-    assert steps(run.place)[-1] == "global_step_8" == sorted(os.listdir(there))[-1]
+    assert steps(run.place)[-1] == "global_step_8"
     files = {p.name for p in (there / "global_step_8").iterdir()}
     assert {"data_0.pt", "data_1.pt", "optim_world_size_2_rank_1.pt", "huggingface"} <= files
-    options = {"mirror_when": "before"}
-    before = {"default_hdfs_dir": str(tmp_path / "before"), "total_training_steps": 2}
-    run = Run(sft, tmp_path / "second", "fsdp2", trainer=before, options=options)
-    run.done()
-    assert os.listdir(tmp_path / "before") == steps(run.place) == ["global_step_2"]
+    assert (there / "global_step_8/.ckptfsm/manifest.json").exists()
 
 
 def test_steps_of_stock_are_not_passed_over(sft: SftServer, tmp_path: Path) -> None:
@@ -323,8 +321,6 @@ def test_refusals_of_install() -> None:
         install(sft_trainer.SFTTrainer.__new__(sft_trainer.SFTTrainer))
     with pytest.raises(ConfigError, match="no extra_parts"):
         install(sft_trainer.SFTTrainer, extra_parts=dict)
-    with pytest.raises(ConfigError, match="mirror_when"):
-        install(sft_trainer.SFTTrainer, mirror_when="later")  # type: ignore[arg-type]
     ours = install(sft_trainer.SFTTrainer)
     with pytest.raises(ConfigError, match="already"):
         install(ours)

@@ -35,9 +35,7 @@ class Job:
 
         workers = {k: options.pop(k) for k in ("checkpoint", "bridge") if k in options}
         settings = {
-            k: options.pop(k)
-            for k in ("on_failure", "retention", "mirror", "mirror_when", "engine")
-            if k in options
+            k: options.pop(k) for k in ("on_failure", "retention", "engine") if k in options
         }
         critic, sizes = options.pop("critic", True), options.pop("sizes", (2, 1))
         kind = RayPPOTrainer if base is None else base

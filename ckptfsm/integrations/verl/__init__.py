@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.core.config import Settings
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.integrations.verl.mirror import DirectoryMirror, HdfsMirror, Mirror, RemoteCopy, When
 from ckptfsm.integrations.verl.trainer import (
     Checkpoints,
     Options,
@@ -31,10 +30,6 @@ __all__ = [
     "install_in_verl",
     "Checkpoints",
     "retention_of",
-    "Mirror",
-    "DirectoryMirror",
-    "HdfsMirror",
-    "RemoteCopy",
     "Calls",
     "RayCalls",
 ]
@@ -47,8 +42,6 @@ def install(
     *,
     extra_parts: Callable[[Any], Mapping[str, Any]] | None = None,
     calls: Calls | None = None,
-    mirror: Mirror | None = None,
-    mirror_when: When = "after",
     hooks: Sequence[Hook] = (),
     **settings: Unpack[Settings],
 ) -> Trainer:
@@ -58,11 +51,10 @@ def install(
 
     - ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
     - ``calls`` calls functions in workers, by default through Ray.
-    - ``mirror`` (by default from ``default_hdfs_dir``) gets a copy of each checkpoint *before* it
-      is tracked, or *after*.
     - ``hooks`` are those of ``Controller``.
     - ``settings`` are those of ``Controller``, and ``writer_files`` and ``common_state`` of the
-      workers. ``retention`` follows verl's configuration unless given.
+      workers. ``retention`` follows verl's configuration unless given. ``copies`` go along with one in
+      verl's ``default_hdfs_dir``; if there are any, ``jobs_drain_s`` is an hour unless given.
 
     An untested verl is used, with a warning. Raises ``ConfigError`` for a setting that does not
     exist or has no effect under verl. Without ``extra_parts``, also raised for a trainer with an
@@ -71,7 +63,7 @@ def install(
     base = trainer if isinstance(trainer, type) else type(trainer)
     if "checkpoints" in vars(trainer):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
-    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings, hooks)
+    options = Options(extra_parts, calls or RayCalls(), settings, hooks)
     modules = {kind.__module__ for kind in base.__mro__}
     if _SFT_OF_RAY in modules:
         raise ConfigError(

@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.versions import installed, judge, missing
@@ -33,24 +33,21 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.events import Event, Failed
+from ckptfsm.core.jobs import Copy
 from ckptfsm.core.layout import PRIVATE, TRACKER, TRACKER_BYTES, VERL, parse_tracker
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
-from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.workers import Calls, RayCalls, WorkerCalls
 from ckptfsm.ranks.controller import Controller, controller_config
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.writers.plain_files import FileTree
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
 _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
+_COPIES_DRAIN_S = 3600.0  # verl itself copies while the save is called
 _RAY_HANDLES = "ray.actor"  # where ``ray.remote`` subclasses the class, which is no trainer
 _WORKER_SETTINGS = (
     "writer_files",
@@ -85,8 +82,6 @@ class Options:
 
     extra_parts: Callable[[Any], Mapping[str, Any]] | None = None
     calls: Calls = field(default_factory=RayCalls)
-    mirror: Mirror | None = None
-    mirror_when: When = "after"
     settings: Mapping[str, Any] = field(default_factory=dict)
     hooks: Sequence[Hook] = ()
 
@@ -100,8 +95,6 @@ class Checkpoints:
         self._groups: dict[str, Any] = {}  # verl's worker groups, by role
         self._workers: WorkerCalls | None = None
         self._controller: Controller | None = None
-        self._uploads: Uploads | None = None
-        self._uploader: UploadWorker | None = None
         self._said = False
         self._ended = False
         self._to_tell: list[int] = []  # tracked steps that verl's callback still has to hear of
@@ -127,15 +120,16 @@ class Checkpoints:
         self._groups = self._make_groups()
         workers = {role: group.workers for role, group in self._groups.items()}
         self._workers = WorkerCalls(workers, self._calls())
+        copies = copies_of(trainer.config, options.settings.get("copies", ()))
         settings = {
             "retention": self._policy(),
             "poll_warning_steps": 1,
+            **({"jobs_drain_s": _COPIES_DRAIN_S} if copies else {}),
             **options.settings,
+            "copies": copies,
             "layout": VERL.name,
         }
-        root = root_of(trainer)
-        mirror = self._mirror_after(root)
-        sizes = {**self._workers.sizes, **({NAME: 1} if self._uploader else {})}
+        root, sizes = root_of(trainer), self._workers.sizes
         hooks = [self._note, *options.hooks]
         try:
             controller = self._make_controller(root, sizes, hooks=hooks, **settings)
@@ -146,9 +140,6 @@ class Checkpoints:
             theirs = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
             attaching = {role: (attach, role, root, theirs) for role in self._groups}
             self._workers.call_all(attaching, controller.config.effect_timeout_s)
-            if mirror is not None:
-                self._uploads = Uploads(root, mirror, controller)
-                self._uploads.begin()
         except BaseException:  # a Ctrl-C too: the root must be given back
             controller.abandon()
             raise
@@ -177,22 +168,10 @@ class Checkpoints:
         actor = self._trainer.config.actor_rollout_ref.actor
         return bool(actor.get("checkpoint", {}).get("async_save", False))
 
-    def _mirror_after(self, root: str) -> Mirror | None:
-        """The mirror, given or of verl's configuration, for copies of what is tracked.
-
-        One for copies before that becomes a group of its own.
-        """
-        place = self._options.mirror or mirror_of(self._trainer.config.trainer.default_hdfs_dir)
-        if place is not None and self._options.mirror_when == "before":
-            self._uploader = UploadWorker(root, place)
-            return None
-        return place
-
     def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
         assert self._workers is not None
         questions = {role: (poll, role, doomed) for role in self._groups}
-        events = list(self._workers.poll(questions, 0.0, self.controller.lost))
-        return events if self._uploader is None else [*events, *self._uploader.poll(doomed)]
+        return list(self._workers.poll(questions, 0.0, self.controller.lost))
 
     # ------------------------------------------------------------------------------------- saving
 
@@ -209,7 +188,9 @@ class Checkpoints:
         begun: GroupSave | None = None
         try:
             begun = self.controller.begin(step, parts)
-            self._hand_out(begun, parts)
+            for role, ticket in begun.tickets.items():
+                if not self._write(role, ticket):
+                    break
         except BaseException as error:  # a Ctrl-C too: the tickets are lost with it
             if begun is not None:
                 self.controller.give_up(step, f"not every worker was called: {describe(error)}")
@@ -217,14 +198,6 @@ class Checkpoints:
         if not self._is_async():
             self.controller.wait_for(begun.handle)
         self._tell()
-
-    def _hand_out(self, begun: GroupSave, parts: Mapping[str, Any]) -> None:
-        """Let each role's workers write, then the upload worker."""
-        roles = [role for role in begun.tickets if role != NAME]
-        written = all(self._write(role, begun.tickets[role]) for role in roles)
-        if written and self._uploader is not None and begun.tickets:
-            own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
-            self.controller.feed(self._uploader.begin(begun.tickets, own))
 
     def _write(self, role: str, ticket: Ticket) -> bool:
         """Let a role's workers write; its ticket travels in place of ``hdfs_path``."""
@@ -253,10 +226,7 @@ class Checkpoints:
 
     def _group_parts(self, directory: str | None = None) -> dict[str, Any]:
         """The parts that workers write; ``directory`` if it is not that of the role's name."""
-        parts: dict[str, Any] = {role: GroupPart(role, directory=directory) for role in self.groups}
-        if self._uploader is not None:
-            parts[NAME] = GroupPart(NAME, directory="")
-        return parts
+        return {role: GroupPart(role, directory=directory) for role in self.groups}
 
     def poll(self, *, wait: bool = False) -> None:
         """Drive the saves in flight. Raises the error of a failed one under ``on_failure="raise"``."""
@@ -265,8 +235,6 @@ class Checkpoints:
             controller.wait_until_finished()
         else:
             controller.poll()
-        if self._uploads is not None:
-            self._uploads.poll()
         self._tell()
 
     def _note(self, record: TransitionRecord) -> None:
@@ -348,36 +316,26 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Wait for saves and uploads, and give the root back: also after an error, which is raised."""
+        """Wait for saves and copies, and give the root back: also after an error, which is raised."""
         if self._controller is None or self._ended:
             return
         try:
             self.finish()
-            if self._uploads is not None:
-                self._uploads.wait()
             self._controller.close()
-            if self._uploader is not None:
-                self._uploader.close()
         except BaseException:
             self.abandon()
             raise
 
     def finish(self) -> None:
-        """Wait for the saves in flight, but not for uploads after them."""
+        """Wait for the saves in flight, but not for their copies."""
         self.controller.wait_until_finished(self.controller.config.close_timeout_s)
         self._tell()
 
     def abandon(self) -> None:
-        """Give the root back at once, and end uploads; the next start decides about saves."""
+        """Give the root back at once; the next start decides about saves, and goes on with copies."""
         self._ended = True  # a later close does nothing
-        uploads, self._uploads = self._uploads, None
-        with contextlib.ExitStack() as ending:  # the last one first, each even if others raise
-            if self._controller is not None:
-                ending.callback(self._controller.abandon)
-            if self._uploader is not None:
-                ending.callback(self._uploader.abandon)
-            if uploads is not None:
-                ending.callback(uploads.abandon)
+        if self._controller is not None:
+            self._controller.abandon()
 
     # --------------------------------------------------------------------- in place of the trainer's
 
@@ -474,10 +432,7 @@ def subclass_of(base: type, **names: Any) -> type:
 def check_settings(options: Options) -> None:
     """Check verl and the settings early: when the root is opened, a cluster was set up already."""
     judge("verl", installed("verl"))
-    mirror_when, settings = options.mirror_when, options.settings
-    if mirror_when not in get_args(When):
-        raise ConfigError(f"mirror_when is 'before' or 'after', not {mirror_when!r}")
-    given = {name: value for name, value in settings.items() if name != "ports"}
+    given = {name: value for name, value in options.settings.items() if name != "ports"}
     config = controller_config(None, {"layout": VERL.name, **given})
     for name in given:
         if name in _OF_NOBODY:
@@ -537,6 +492,18 @@ def retention_of(config: Any, *, critic: bool) -> Policy:
             )
         )
     return LatestN(kept) if kept else KeepAll()
+
+
+def copies_of(config: Any, given: Sequence[Copy]) -> tuple[Copy, ...]:
+    """The copies that were given, and one in verl's ``default_hdfs_dir``, a URL or a directory.
+
+    verl writes there over an earlier run's step; ours takes the place of its own run's alone.
+    """
+    copies = tuple(map(Copy.model_validate, given))
+    remote = config.trainer.default_hdfs_dir
+    if not remote or remote in [copy.to for copy in copies]:
+        return copies
+    return (*copies, Copy(remote, replaces=True))
 
 
 def _asked_step(config: Any, counts: bool) -> tuple[int | None, bool]:

@@ -67,7 +67,7 @@ class Work:
 
     def __init__(self, root: Path, place: Path, *jobs: Job, epoch: int = 1) -> None:
         self.place, self.told, self.clock = place, [], Still()
-        plan = FollowPlan(epoch, "megatron", jobs, "job-", 60.0, look_s=0.0)
+        plan = FollowPlan(epoch, "megatron", jobs, 60.0, look_s=0.0)
         self.attempts = Attempts()
         self.attempts.order = JobOrder(
             str(root), plan, jobs, (str(place), *import_path()), str(place)

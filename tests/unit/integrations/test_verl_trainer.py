@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,24 +13,20 @@ from fakes import FakeDriver, fake_ports
 from groups import SETTINGS
 
 from ckptfsm.core.config import CheckpointConfig, make_config
-from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
-    DeadlineExceeded,
     ManagerClosed,
     RankInterrupted,
     SaveFailed,
     SaveFailedWarning,
 )
-from ckptfsm.core.jobs import Job, Task
+from ckptfsm.core.jobs import Copy, Job
+from ckptfsm.core.retention import LatestN
 from ckptfsm.integrations.verl import trainer as trainer_module
-from ckptfsm.integrations.verl import uploads
-from ckptfsm.integrations.verl.mirror import DirectoryMirror, RemoteCopy
-from ckptfsm.integrations.verl.trainer import Checkpoints, Options, attach
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options, attach, copies_of
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
-from ckptfsm.testing.fakes import FifoGate
 
 
 class Conf(dict):
@@ -73,7 +67,7 @@ class Role:
 
 
 class Run:
-    """Trainers of one root. ``there`` is the remote place."""
+    """Trainers of one root. ``there`` is a place for copies."""
 
     def __init__(self, place: Path) -> None:
         self.root, self.there = place / "root", place / "there"
@@ -83,8 +77,6 @@ class Run:
 
     def start(
         self,
-        mirror: Any = None,
-        when: Any = "after",
         settings: Any = SETTINGS,
         hooks: Any = (),
         **config: Any,
@@ -99,18 +91,9 @@ class Run:
             global_steps=0,
             train_dataloader=SimpleNamespace(state_dict=dict),
         )
-        options = Options(None, self.calls, mirror, when, settings, hooks)
+        options = Options(None, self.calls, settings, hooks)
         self.begun.append(Checkpoints(trainer, options))
         return self.begun[-1]
-
-    def uploaded(self) -> list[str]:
-        return sorted(p.name for p in self.there.iterdir() if not p.name.startswith("."))
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(uploads, "_LOOK_S", 0.01)
-    monkeypatch.setattr(uploads, "_TASK", Task(name="mirror", attempts=1, timeout_s=1e8))
 
 
 @pytest.fixture
@@ -174,66 +157,47 @@ def test_F5_verl_goes_on_while_the_tracker_is_blocked(run: Run, asynchronous: bo
     assert checkpoints.controller.all_steps() == [1, 2, 4]
 
 
-@dataclass(frozen=True, slots=True)
-class Held(DirectoryMirror):
-    """A remote place that is slow until it is let go; ``reached`` says that an upload waits there."""
-
-    gate: FifoGate
-    reached: FifoGate
-
-    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
-        self.reached.hold()
-        self.gate.hold()
-        DirectoryMirror.upload(self, source, copy, files)
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A remote place without room."""
-
-    def has(self, copy: RemoteCopy) -> bool:
-        return False
-
-    def upload(self, source: str, copy: RemoteCopy, files: Sequence[FileEntry]) -> None:
-        raise OSError(28, "No space left on device")
-
-
 def is_free(root: Path) -> bool:
     Controller(root, {}, list, layout="verl", **SETTINGS).close()  # RootBusy if not
     return True
 
 
-# ---------------------------------------------------------------------------------- close, abandon
+# ------------------------------------------------------------------------------------------ copies
 
 
-def test_a_failed_upload_at_the_end_gives_the_root_back(run):
-    """Catches: a process that keeps a root that it said it had left."""
-    checkpoints = run.start(Broken())
-    save(checkpoints, 1)
-    with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
-        checkpoints.close()
-    assert is_free(run.root)
+def test_verls_remote_directory_gets_each_step_before_it_is_pruned(run):
+    """Catches: ``default_hdfs_dir`` without a copy; a step that is pruned before; an end without the
+    last copy; a place that is not made."""
+    there = run.there / "runs/new"
+    checkpoints = run.start(
+        settings={**SETTINGS, "retention": LatestN(1)}, default_hdfs_dir=str(there)
+    )
+    for step in (1, 2):
+        save(checkpoints, step)
+        checkpoints.poll(wait=True)
     checkpoints.close()
-
-
-def test_an_upload_that_does_not_end_gives_the_root_back(run, tmp_path):
-    """Catches: an upload that goes on in a child of a run that has ended."""
-    held = Held(str(run.there), FifoGate(tmp_path / "gate"), FifoGate(tmp_path / "reached"))
-    checkpoints = run.start(held, settings={**SETTINGS, "close_timeout_s": 2.0})
-    save(checkpoints, 1)
-    checkpoints.poll(wait=True)
-    held.reached.open()
-    pid = checkpoints._uploads.work.child.pid
-    with pytest.raises(DeadlineExceeded, match="the uploads did not finish in time"):
-        checkpoints.close()
+    for step in (1, 2):
+        assert (there / f"global_step_{step}/.ckptfsm/manifest.json").exists()
+    assert [path.name for path in run.root.glob("global_step_*")] == ["global_step_2"]
     assert is_free(run.root)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+
+
+def test_the_copies_of_the_settings_go_along_with_verls():
+    """Catches: two jobs for one place, a copy of the settings that is lost."""
+    config = SimpleNamespace(trainer=Conf(default_hdfs_dir="hdfs://host/run"))
+    own = Copy("hdfs://host/run", every=2)
+    assert copies_of(config, [own]) == (own,)
+    found = copies_of(config, [Copy("s3://bucket/run")])
+    assert [copy.to for copy in found] == ["s3://bucket/run", "hdfs://host/run"]
+    assert copies_of(SimpleNamespace(trainer=Conf(default_hdfs_dir=None)), ()) == ()
+
+
+# ---------------------------------------------------------------------------------- close, abandon
 
 
 def test_a_failed_save_at_the_end_gives_the_root_back(run):
     """Catches: a failed save that is raised before the root is given back."""
-    checkpoints = run.start(DirectoryMirror(str(run.there)))
+    checkpoints = run.start()
     checkpoints.groups["actor"].workers[0]._ports.driver.before_write = full
     save(checkpoints, 1)
     with pytest.raises(SaveFailed, match="No space left"):
@@ -244,20 +208,6 @@ def test_a_failed_save_at_the_end_gives_the_root_back(run):
 
 def full(*ignored: Any) -> None:
     raise OSError(28, "No space left on device")
-
-
-def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
-    """Catches: a copy, in its final place, of a step that never was."""
-    held = Held(str(run.there), FifoGate(tmp_path / "gate"), FifoGate(tmp_path / "reached"))
-    checkpoints = run.start(held, "before")
-    save(checkpoints, 1)
-    checkpoints.poll()
-    held.reached.open()
-    pid = checkpoints._uploader._share.writer.process.pid
-    checkpoints.abandon()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert run.uploaded() == [] and is_free(run.root)
 
 
 def test_closing_after_leaving_with_a_save_in_flight_waits_for_nothing(run):
@@ -289,15 +239,6 @@ def test_an_interrupt_of_another_rank_ends_the_save_that_it_struck(run):
 
 def interrupted(*ignored: Any, **also: Any) -> None:
     raise RankInterrupted("rank 1 was interrupted", rank=1)
-
-
-def test_closing_closes_the_uploader(run):
-    """Catches: a descriptor of the root that stays open after the end."""
-    checkpoints = run.start(DirectoryMirror(str(run.there)), "before")
-    save(checkpoints, 1)
-    checkpoints.close()
-    assert run.uploaded() == ["global_step_1"] and checkpoints.controller.all_steps() == [1]
-    assert checkpoints._uploader._storage._root_fd == -1
 
 
 # ---------------------------------------------------------------------------------- the beginning
@@ -383,15 +324,6 @@ def test_that_nothing_is_deleted_after_a_load_is_said(run):
         warnings.simplefilter("error")
         with checkpoints.loading():
             pass
-
-
-def test_a_remote_directory_that_is_not_there_is_made(run):
-    """Catches: the first upload of a run that fails, or that a power loss takes away as a whole."""
-    there = run.there / "runs" / "new"
-    checkpoints = run.start(DirectoryMirror(str(there)))
-    save(checkpoints, 1)
-    checkpoints.close()
-    assert (there / "global_step_1/data.pt").exists()
 
 
 def test_every_setting_has_an_effect_or_is_refused():
