@@ -21,9 +21,11 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.spawn import Spawned, import_path
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import JobRecord, JobState
-from ckptfsm.core.errors import ConfigError, describe
+from ckptfsm.core.errors import ConfigError, describe, name_ranks
 from ckptfsm.core.jobs import Job
+from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.ports import Storage
+from ckptfsm.disk.job_records import JobHolds
 from ckptfsm.follow.jobs import JobOrder
 from ckptfsm.follow.runner import FollowPlan, Message, Stop, Trouble
 
@@ -84,7 +86,8 @@ class JobsBeside:
                 if name not in _ENDS_A_PROGRAM
             ),
         )
-        self._end_s = config.exit_timeout_s
+        self._end_s, self._drains = config.exit_timeout_s, config.jobs_drain_s > 0
+        self._left = JobHolds(storage, config.holds)
         self._holds, self._job_ended = config.holds, job_ended
         self._changed = threading.Condition()
         self._stopped: Stop | None = None
@@ -106,6 +109,16 @@ class JobsBeside:
                     raise interruption
                 self._thread.join(_JOIN_S)
         self.stop()
+
+    def left(self, ledger: Ledger) -> str:
+        """Which steps jobs still hold after a drain, in words: this machine may go with them."""
+        held = self._left.of_steps(ledger) if self._drains else {}
+        jobs = sorted({job for each in held.values() for job in each})
+        steps, names = name_ranks(sorted(held)), ", ".join(jobs)
+        said = (
+            f"jobs that hold steps {steps} are not done: {names}. The next start goes on with them"
+        )
+        return said if held else ""
 
     def stop(self) -> None:
         """End the process. A job that runs begins again with the next manager."""

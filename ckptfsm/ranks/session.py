@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -269,6 +270,7 @@ class Session:
         if self._gone or self._participant.is_copy:
             return
         self._participant.refuse_inside_a_hook()
+        left = ""
         try:
             with self._one_call.running():
                 if not self._participant.closed:  # else an earlier close was interrupted
@@ -279,6 +281,7 @@ class Session:
                     self._agree(Coordinator.close if self._jobs is None else Coordinator.nothing)
                     if self._jobs is not None:
                         self._jobs.drain(self.config.jobs_drain_s, self._one_call.hear)
+                        left = self._jobs.left(self._client.ask(attrgetter("ledger")))
                         self._client.ask(Coordinator.close)  # the other ranks have left
                 self._let_go(self.config.exit_timeout_s)
         except BaseException:
@@ -288,6 +291,9 @@ class Session:
             self._unwatch_signals()
         if self._participant.retry_error is not None:
             raise self._participant.retry_error
+        if left:
+            say(log.warning, "jobs_left", left)
+            warn_caller(UserWarning(left))
         self._warn_of_unsaved()
 
     def _warn_of_unsaved(self) -> None:

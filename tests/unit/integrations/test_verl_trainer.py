@@ -182,6 +182,18 @@ def test_verls_remote_directory_gets_each_step_before_it_is_pruned(run):
     assert is_free(run.root)
 
 
+def test_an_end_tells_which_copies_are_missing_and_gives_the_root_back(run):
+    """Catches: a machine that is given back with the only copy; an end that hangs or raises for it."""
+    (run.there / "file").touch()
+    copies = [Copy(str(run.there / "file"), name="far", attempts=1)]
+    checkpoints = run.start(settings={**SETTINGS, "copies": copies})
+    assert checkpoints.controller.config.jobs_drain_s == 3600.0
+    save(checkpoints, 1)
+    with pytest.warns(UserWarning, match="jobs that hold steps 1 are not done: far. The next"):
+        checkpoints.close()
+    assert is_free(run.root)
+
+
 def test_the_copies_of_the_settings_go_along_with_verls():
     """Catches: two jobs for one place, a copy of the settings that is lost."""
     config = SimpleNamespace(trainer=Conf(default_hdfs_dir="hdfs://host/run"))
