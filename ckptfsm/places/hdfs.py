@@ -66,7 +66,7 @@ class HdfsPlace(StreamedPlace):
     def _rows(self, name: str, *words: str) -> list[tuple[str, int, str]] | None:
         """Kind, bytes and path of each line of a list; None if the directory is not there."""
         with self._command(name, *words) as command:
-            lines = b"".join(command.given()).decode().splitlines()
+            lines = b"".join(command.given()).decode(errors="replace").splitlines()
             complaint = command.complaint()
         if complaint.endswith(_ABSENT) and not lines:
             return None
