@@ -185,7 +185,16 @@ class Broken(MemoryFileSystem):
     _open = ls
 
 
-for kind in (Plain, Careless, Broken):
+class Full(MemoryFileSystem):
+    protocol = "full"
+
+    def _open(self, path, mode="rb", **more):
+        if "x" in mode:
+            raise OSError(28, "No space left on device")
+        return super()._open(path, mode, **more)
+
+
+for kind in (Plain, Careless, Broken, Full):
     fsspec.register_implementation(kind.protocol, kind, clobber=True)
 
 
@@ -210,6 +219,15 @@ def test_a_failure_of_a_file_system_is_never_an_absence():
     for call in CALLS.keys() - {"remove"}:
         with pytest.raises(PlaceFailed, match="the session is closed"):
             CALLS[call](place)
+
+
+def test_an_error_that_keeps_an_object_from_being_created_is_told():
+    """Catches: an object that another is believed to have created, as an error came."""
+    place = place_at(f"full://{uuid.uuid4().hex}")
+    with pytest.raises(PlaceFailed, match="No space left"):
+        place.create("claim", b"ours")
+    place.put("claim", iter([b"theirs"]), 6, "")
+    assert place.create("claim", b"ours") == b"theirs"
 
 
 def test_an_object_that_was_created_and_never_written_is_told():
