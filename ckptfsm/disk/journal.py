@@ -217,7 +217,7 @@ def _read(storage: Storage) -> History:
             opened = _opening_of(epoch, first[0])
             there = _check_seals(storage, opened.seals)
             missing = tuple(_file_of(seal.epoch) for seal in opened.seals if seal not in there)
-            replayed = _Replay(_file_of(epoch), opened, first[1])
+            replayed = _ReplayedSegment(_file_of(epoch), opened, first[1])
             replayed.take(records)
             end = replayed.end
             newest = Seal(epoch=epoch, bytes=end, crc32=zlib.crc32(data[:end]))
@@ -377,7 +377,7 @@ class Replayed:
         return replace(base, state=self.state, forked=forked, **self._told)
 
 
-class _Replay:
+class _ReplayedSegment:
     """The replay of a segment, record by record. ``end``: the length up to the last one."""
 
     def __init__(self, file: str, opened: SegmentOpened, end: int) -> None:

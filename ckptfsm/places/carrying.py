@@ -137,7 +137,7 @@ class Carrier:
         source = source_of(self.storage, name)
         todo: Sequence[FileEntry] = ()
         committed = self.place.read(f"{name}/{MANIFEST}") == source.data
-        if not committed or self._missing(name, source.files):
+        if not committed or self._of_other_sizes(name, source.files):
             if not self.sole_writer:
                 probe(self.place)
             self._require_own(self.place.create(RUN, self.run))
@@ -186,17 +186,20 @@ class Carrier:
 
     # -- what is there
 
+    def _of_other_sizes(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
+        """The files that are not in the place, or have another size there."""
+        sizes = self.place.listed(name)
+        return [entry for entry in files if sizes.get(entry.name) != entry.bytes]
+
     def _missing(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
         """The files that are not in the place, or have another size or digest there."""
-        sizes = self.place.listed(name)
-
-        def is_there(entry: FileEntry) -> bool:
-            same = sizes.get(entry.name) == entry.bytes
-            return same and self.place.digest(f"{name}/{entry.name}") == entry.digest
-
+        other = set(self._of_other_sizes(name, files))
+        same = [entry for entry in files if entry not in other]
+        paths = [f"{name}/{entry.name}" for entry in same]
         with ThreadPoolExecutor(_LOOKS) as looks:
-            found = list(looks.map(is_there, files))
-        return [entry for entry, there in zip(files, found, strict=True) if not there]
+            found = looks.map(self.place.digest, paths)
+            other |= {e for e, digest in zip(same, found, strict=True) if digest != e.digest}
+        return [entry for entry in files if entry in other]
 
     def _sweep(self, name: str, files: Sequence[FileEntry]) -> None:
         """Remove what killed carriers have left half-written in a directory."""
