@@ -218,9 +218,12 @@ def settle(
     )
 
 
-def turn(of: AttemptId) -> tuple[int, int]:
-    """The place of an attempt in the order of requests: steps may come again after a rollback."""
-    return of.epoch, of.attempt
+def turn(of: AttemptId) -> tuple[int, int, int]:
+    """The place of an attempt in the order of requests: steps may come again after a rollback.
+
+    The step decides only between adopted checkpoints, which nobody requested.
+    """
+    return of.epoch, of.attempt, of.step
 
 
 def _fate(record: JobRecord, checkpoint: Checkpoint | None, job: Task | None) -> JobRecord:

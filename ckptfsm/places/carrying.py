@@ -57,6 +57,7 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, lookup
+from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.ownership import newest_epoch
 from ckptfsm.disk.pieces import Pieces, ToRead
@@ -175,14 +176,16 @@ class Carrier:
     # -- how many there are
 
     def _is_surplus(self, of: AttemptId) -> bool:
-        return self.keep is not None and is_surplus(
-            self.place, of, self.keep, newest_epoch(self.storage)
-        )
+        """True if nobody needs this copy. That of the step in use is needed, whatever its attempt."""
+        if self.keep is None or read_tracker(self.storage).step == of.step:
+            return False
+        return is_surplus(self.place, of, self.keep, newest_epoch(self.storage))
 
     def _remove_surplus(self) -> None:
         if self.keep is not None:
             self._require_own(self.place.read(RUN))
-            remove_surplus(self.place, self.keep, newest_epoch(self.storage))
+            in_use = read_tracker(self.storage).step
+            remove_surplus(self.place, self.keep, newest_epoch(self.storage), in_use)
 
     # -- what is there
 

@@ -95,9 +95,9 @@ def copies_in(place: CopyPlace) -> list[CopyFound]:
     return sorted(found, key=_rank, reverse=True)
 
 
-def _rank(copy: CopyFound) -> tuple[bool, tuple[int, int], int]:
+def _rank(copy: CopyFound) -> tuple[bool, tuple[int, int, int], int]:
     of = copy.manifest.of if copy.manifest is not None else None
-    return of is not None, turn(of) if of is not None else (0, 0), copy.step
+    return of is not None, turn(of) if of is not None else (0, 0, 0), copy.step
 
 
 def _look(place: CopyPlace, name: str, step: int, layout: Layout) -> CopyFound:

@@ -31,12 +31,13 @@ def is_surplus(place: CopyPlace, of: AttemptId, keep: int, epoch: int) -> bool:
     return len(latest) == keep and turn(of) < min(latest)
 
 
-def remove_surplus(place: CopyPlace, keep: int, epoch: int) -> None:
+def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) -> None:
     """Remove all copies, whole or begun, that are earlier than the ``keep`` latest.
 
-    The copy that the tracker names stays. So does one whose manifest or claim cannot be decoded, and one
-    in whose directory somebody put other objects. Raises ``PlaceFailed``, and ``NewerSchema`` if a
-    newer version wrote there; nothing is removed then.
+    The copy that the tracker names stays, and that of ``in_use``, the step in the root's own tracker. So
+    does one whose manifest or claim cannot be decoded, and one in whose directory somebody put other
+    objects. Raises ``PlaceFailed``, and ``NewerSchema`` if a newer version wrote there; nothing is
+    removed then.
     """
     copies, tracker = copies_in(place), place.read(TRACKER)
     latest = _latest(copies, keep, epoch)
@@ -44,17 +45,17 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int) -> None:
         return
     named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
     for copy in copies:
-        if copy.step != named and _is_earlier(copy, min(latest), epoch):
+        if copy.step not in (named, in_use) and _is_earlier(copy, min(latest), epoch):
             _remove(place, copy)
 
 
-def _latest(copies: Iterable[CopyFound], keep: int, epoch: int) -> list[tuple[int, int]]:
+def _latest(copies: Iterable[CopyFound], keep: int, epoch: int) -> list[tuple[int, int, int]]:
     """The turns of the latest copies: so many, or fewer if there are no more."""
     whole = (copy.manifest.of for copy in copies if copy.manifest is not None)
     return sorted((turn(of) for of in whole if of.epoch <= epoch), reverse=True)[:keep]
 
 
-def _is_earlier(copy: CopyFound, oldest: tuple[int, int], epoch: int) -> bool:
+def _is_earlier(copy: CopyFound, oldest: tuple[int, int, int], epoch: int) -> bool:
     """True if all that is known of a directory is earlier than the ``oldest`` that stays."""
     if copy.data and copy.manifest is None:
         return False

@@ -1,10 +1,13 @@
 """What is copied: the published directory of a step, and the manifest that lists its files.
 
 Another program's directory, which a start adopted, has no manifest. One is made then from the files, for
-the place alone: their names, sizes and digests. It names the attempt under which the journal has the
-checkpoint, and no parts, as nobody declared any. The same files give the same bytes, so a copy that was
-cut short goes on. Once all is sent the files are looked at again, because nothing says that they are
+the place alone: their names, sizes and digests. It names no parts, as nobody declared any, and the
+attempt under which the journal has the checkpoint. The same files give the same bytes, so a copy that
+was cut short goes on. Once all is sent the files are looked at again, because nothing says that they are
 left alone.
+
+In a place the latest attempt is resumed from. A checkpoint that was adopted after a newer one was there
+has a later attempt than that, so its manifest names the first attempt of all.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from ckptfsm.core.documents import (
     first_problem,
 )
 from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.jobs import turn
 from ckptfsm.core.layout import MANIFEST, PRIVATE
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage, Unfit
 from ckptfsm.disk.durable import lookup, read_document, walk_files
@@ -79,16 +84,20 @@ def source_of(storage: Storage, name: str) -> CopySource:
 def _manifest_of_adopted(storage: Storage, name: str) -> Manifest:
     layout = layout_of_names([name])
     step = layout.parse_published(name)
-    checkpoint = read_history(storage).ledger.at(step) if step is not None else None
+    ledger = read_history(storage).ledger
+    checkpoint = ledger.at(step) if step is not None else None
     if checkpoint is None or checkpoint.provenance != "adopted":
         raise DamagedRoot(f"{name} has no manifest, and was not adopted without one", file=name)
     there = inspect_published(storage, layout, checkpoint.step)
     if there.found != "stock":
         raise DamagedRoot(f"no loader would take it: {there.detail}", file=name, step=step)
+    of = checkpoint.id
+    if any(c.step > of.step and turn(c.id) < turn(of) for c in ledger.in_state(State.TRACKED)):
+        of = AttemptId(of.step, 1, 1)
     return Manifest(
-        step=checkpoint.id.step,
-        epoch=checkpoint.id.epoch,
-        attempt=checkpoint.id.attempt,
+        step=of.step,
+        epoch=of.epoch,
+        attempt=of.attempt,
         world_size=checkpoint.world_size,
         parts=(),
         files=tuple(_entries(storage, name)),

@@ -96,6 +96,29 @@ def test_a_copy_of_one_that_was_cut_short_goes_on(adopted, place):
     assert choose(place, copies_in(place), None).step == 30
 
 
+def test_an_older_one_that_is_adopted_late_is_not_the_latest(tmp_path, place):
+    """Catches: a restart from an old checkpoint because somebody put it beside the newer ones; the copy
+    of the newest removed for it."""
+    root = tmp_path / "root"
+    job = real_job(root)
+    job.save(30, TREE)
+    carry(place, job.storage, 30)
+    crashed(job)
+    saved_by_torch(root, 10, 20, 25)
+    (root / TRACKER).write_text("30")
+    job = real_job(root)
+    assert job.coordinator.ledger.latest().step == 30
+    assert carry(place, job.storage, 25, keep=1).sent == 0
+    for step in (20, 25, 10):
+        carry(place, job.storage, step)
+        assert choose(place, copies_in(place), None).step == 30
+        assert place.read(TRACKER) == b"30\n"
+    assert [copy.step for copy in copies_in(place)] == [30, 25, 20, 10]
+    carry(place, job.storage, 30, keep=2)
+    assert [copy.step for copy in copies_in(place)] == [30, 25]
+    crashed(job)
+
+
 def test_a_change_while_it_is_copied_ends_the_copy(adopted, place):
     """Catches: files of two saves in a copy, for a stock trainer that still writes there."""
     shard = Path(adopted.storage.root, "iter_0000020/__0_0.distcp")

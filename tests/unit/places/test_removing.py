@@ -113,6 +113,17 @@ def test_the_copy_that_the_tracker_names_stays(root, place):
     assert steps_in(place) == [10, 30]
 
 
+def test_the_step_in_use_is_copied_and_stays_whatever_its_attempt(root, place):
+    """Catches: the newest checkpoint without a copy, for one of another run that was adopted."""
+    manifest = json.loads((directory(root, 10) / MANIFEST).read_bytes())
+    del manifest["crc"]
+    (directory(root, 10) / MANIFEST).write_text(json.dumps({**manifest, "attempt": 50}))
+    carry(place, root, 10)
+    assert carry(place, root, 20, keep=1).sent == 0
+    assert carry(place, root, 30, keep=1).sent > 0
+    assert steps_in(place) == [10, 30]
+
+
 def test_what_is_not_this_run_s_to_judge_stays(root, place, tmp_path):
     """Catches: another run's copy removed, one beside which a person put something, one that cannot be
     read, one of a later epoch than any of this root."""
