@@ -42,7 +42,7 @@ import xxhash
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import Claim, FileEntry, Manifest, RunMark, decode, encode
-from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
+from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema, PlaceFailed, PlaceInUse
 from ckptfsm.core.jobs import turn
 from ckptfsm.core.layout import (
     CLAIM,
@@ -326,14 +326,19 @@ class Carrier:
         )
 
     def _is_older(self, tracker: bytes, of: AttemptId) -> bool:
-        """True if the tracker names nothing, no copy, or one of an earlier attempt."""
+        """True if the tracker names nothing, no copy that can be read, or one of an earlier attempt."""
         step = parse_tracker(tracker[:TRACKER_BYTES])
         if not isinstance(step, int):
             return True
         layout = layout_of_names(self.place.names())
         path = f"{layout.published_name(step)}/{MANIFEST}"
         data = self.place.read(path)
-        return data is None or turn(decode(Manifest, data, path).of) < turn(of)
+        try:
+            return data is None or turn(decode(Manifest, data, path).of) < turn(of)
+        except NewerSchema:
+            raise
+        except DamagedRoot:  # for ``verify`` to tell: later copies do not wait for a person
+            return True
 
 
 def probe(place: CopyPlace) -> None:

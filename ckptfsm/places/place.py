@@ -62,7 +62,7 @@ class CopyPlace(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove an object, if it exists."""
+        """Remove an object, if it exists. Nothing is left of a directory without objects."""
         ...
 
 

@@ -137,11 +137,11 @@ def test_what_is_not_this_run_s_to_judge_stays(root, place, tmp_path):
     assert steps_in(place) == [10, 20]
     place.remove("iter_0000010/notes.txt")
     name = f"iter_0000020/{MANIFEST}"
-    carry(place, root, 30)
     damaged = b"{" + place.read(name)
     place.put(name, iter([damaged]), len(damaged), "")
     carry(place, root, 30, keep=1)
     assert steps_in(place) == [20, 30]
+    assert place.read(TRACKER) == b"30\n", "a damaged copy does not stop the later ones"
     newer = b'{"schema_version":2}'
     place.put(name, iter([newer]), len(newer), "")
     with pytest.raises(NewerSchema):
