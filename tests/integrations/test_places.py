@@ -293,8 +293,10 @@ def test_a_server_that_ignores_conditions(root, tmp_path, monkeypatch, capsys):
         url = server.new_bucket() + "/run"
         with pytest.raises(ConfigError, match="sole_writer"):
             carry(place_at(url), root, 20)
-        carry(place_at(url), root, 20, sole_writer=True)
+        for step in (10, 20):
+            carry(place_at(url), root, step, sole_writer=True, keep=1)
         assert carry(place_at(url), root, 20, sole_writer=True).sent == 0
+        assert not place_at(url).listed("iter_0000010")
         said(capsys, "fetch", url, tmp_path / "back")
     assert contents(tmp_path / "back/iter_0000020") == contents(Path(root.root, "iter_0000020"))
 
