@@ -30,14 +30,14 @@ LINES = MappingProxyType(
         "follow": 1210,
         "integrations": 5620,
         "megatron": 2100,
-        "places": 1920,
+        "places": 1950,
         "ranks": 4590,
         "testing": 2340,
         "views": 1380,
         "writers": 2310,
     }
 )
-WORDS, PAGES = 57_400, 62  # of Markdown in docs and specs
+WORDS, PAGES = 58_900, 63  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (340, 63), (510, 78)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen

@@ -39,6 +39,7 @@ ELSEWHERE = {
     'self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))': "put did it before any retry",
     "storage.fsync_dir(EPOCHS)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
+    "fsync_tree_files(place, directory)": "of what Megatron-Bridge exported, which needs its packages",
     'fsync_existing(storage, f"{directory}/{name}")': "each call of fsync_tree_files is left out",
     "self.storage.fsync(handle)": "adopt_directory does it again, before the tracker names the step",
     "storage.fsync_dir(PRIVATE)": "of a renewed epoch; if a power loss takes it, the segment fences",
