@@ -24,7 +24,7 @@ if find_spec("obstore") and find_spec("moto"):
     why = lacks_azurite()
     KINDS += ["moto", pytest.param("azurite", marks=pytest.mark.skipif(bool(why), reason=why))]
 every_kind = pytest.mark.parametrize("url", [*KINDS, "hdfs", "memory"], indirect=True)
-CHANGES = ("create", "replace", "put", "remove")
+CHANGES = ("create", "replace", "put", "remove", "remove_empty")
 
 
 class Killed(BaseException):

@@ -35,6 +35,7 @@ case "$action" in
         cat > "$(here "$2")._COPYING_" && mv "$(here "$2")._COPYING_" "$(here "$2")";;
   -mv) absent "$1"; [ -f "$(here "$2")" ] && fail "$2" "File exists"; mv "$(here "$1")" "$(here "$2")";;
   -rm) shift 2; for each; do rm -f "$(here "$each")"; done;;
+  -rmdir) shift; for each; do absent "$each"; rmdir --ignore-fail-on-non-empty "$(here "$each")"; done;;
   *) fail "$action" "Unknown command";;
 esac
 """

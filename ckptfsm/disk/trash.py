@@ -7,7 +7,6 @@ over, and staged files of a killed writer. Removal goes in bounded slices and ne
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.adapters.abilities import required
@@ -24,7 +23,7 @@ from ckptfsm.core.layout import (
     is_deletable,
 )
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup, make_dir, parent_of
+from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup, make_dir
 
 _DEPTH = 64
 
@@ -151,17 +150,6 @@ def remove_empty(storage: Storage, path: str) -> None:
     for name in storage.listdir(path):
         remove_empty(storage, f"{path}/{name}")
     storage.rmdir(path)
-
-
-def remove_empty_above(storage: Storage, path: str) -> None:
-    """Remove the directories above ``path`` that are empty, but for the root of ``storage``."""
-    while path := parent_of(path):
-        try:
-            storage.rmdir(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            return
 
 
 def remove_marker(storage: Storage, path: str) -> bool:

@@ -1,13 +1,14 @@
 """A place for copies in a directory, such as a mounted file system of another machine.
 
 An object is written under another name, fsynced, and renamed. One that may not exist yet is linked to
-its name: of two that create it, one is told of the other's. A directory goes with its last object.
+its name: of two that create it, one is told of the other's.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from ckptfsm.disk.durable import (
     write_all,
     write_new,
 )
-from ckptfsm.disk.trash import remove_empty_above, remove_marker
+from ckptfsm.disk.trash import remove_empty, remove_marker
 from ckptfsm.places.streamed import StreamedPlace, temporary_of
 
 _PIECE_BYTES = 4 << 20
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class DirectoryPlace(StreamedPlace):
@@ -109,10 +111,16 @@ class DirectoryPlace(StreamedPlace):
             self._storage.fsync_dir(parent_of(name))
 
     def remove(self, name: str) -> None:
-        # Another thread, or process, may remove the last file, and with it the directory.
-        with self._named(name), suppress(FileNotFoundError):
-            if remove_marker(self._storage, name):
-                remove_empty_above(self._storage, name)
+        with self._named(name):
+            remove_marker(self._storage, name)
+
+    def remove_empty(self, directory: str) -> None:
+        with self._named(directory):
+            try:
+                remove_empty(self._storage, directory)
+            except OSError as error:
+                if error.errno not in _NOT_EMPTY:
+                    raise
 
     def _make_parent(self, name: str) -> None:
         if parent := parent_of(name):

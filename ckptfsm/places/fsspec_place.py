@@ -137,6 +137,21 @@ class FsspecPlace(StreamedPlace):
         with self._named(name, "remove"), suppress(FileNotFoundError):
             self._opened[0].rm_file(self._path(name))
 
+    def remove_empty(self, directory: str) -> None:
+        rows = self._rows(directory)
+        if rows is None or any(row["type"] != "directory" for row in rows.values()):
+            return
+        for name in rows:
+            self.remove_empty(f"{directory}/{name}")
+        self._made.discard(self._path(directory))
+        with self._named(directory, "rmdir"):
+            try:
+                self._opened[0].rmdir(self._path(directory))
+            except OSError:
+                if self._rows(directory):  # another process has written there
+                    return
+                raise
+
     def _path(self, name: str) -> str:
         base = self._opened[1]
         return f"{base}/{name}" if name else base

@@ -104,6 +104,15 @@ class HdfsPlace(StreamedPlace):
     def remove(self, name: str) -> None:
         self._run(name, "-rm", "-f", "-skipTrash", self._path(name))
 
+    def remove_empty(self, directory: str) -> None:
+        rows = self._rows(directory, "-ls", "-R", self._path(directory))
+        if rows is None or any(kind == "-" for kind, _, _ in rows):
+            return
+        below = sorted((path for _, _, path in rows), reverse=True)  # the innermost first
+        self._made.clear()
+        ignore = "--ignore-fail-on-non-empty"  # another process may have written there
+        self._run(directory, "-rmdir", ignore, *below, self._path(directory))
+
     def _write_and_move(self, name: str, pieces: Iterator[bytes], *, replaces: bool) -> str:
         """Write an object. Returns why it could not be moved to its name, "" if it was.
 

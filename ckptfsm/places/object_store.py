@@ -170,6 +170,9 @@ class ObjectPlace:
             except FileNotFoundError:  # as S3 does: it tells nothing of what was not there
                 return
 
+    def remove_empty(self, directory: str) -> None:
+        """Nothing: there are no directories."""
+
     @contextmanager
     def _named(
         self, name: str, call: str, pieces: _Pieces | None = None, *, missing: bool = False

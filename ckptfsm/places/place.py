@@ -62,7 +62,11 @@ class CopyPlace(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove an object, if it exists. Nothing is left of a directory without objects."""
+        """Remove an object, if it exists."""
+        ...
+
+    def remove_empty(self, directory: str) -> None:
+        """Remove a directory with no object below it, where a place has directories. Others stay."""
         ...
 
 

@@ -45,7 +45,9 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
         return
     named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
     for copy in copies:
-        if copy.step not in (named, in_use) and _is_earlier(copy, min(latest), epoch):
+        if not copy.data and copy.claim is None:
+            place.remove_empty(copy.name)  # a removal was cut short after the claim
+        elif copy.step not in (named, in_use) and _is_earlier(copy, min(latest), epoch):
             _remove(place, copy)
 
 
@@ -72,6 +74,7 @@ def _remove(place: CopyPlace, copy: CopyFound) -> None:
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(remove, data))
     remove(CLAIM)
+    place.remove_empty(copy.name)
 
 
 def _strangers(copy: CopyFound, names: Sequence[str]) -> Iterator[str]:
