@@ -15,5 +15,5 @@ def ran(capsys, *arguments: object) -> tuple[int, str, str]:
 def said(capsys, *arguments: object) -> str:
     """The output of a command that succeeds."""
     status, out, err = ran(capsys, *arguments)
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, ""), (status, err)
     return out

@@ -65,6 +65,7 @@ def test_it_comes_back_on_an_empty_machine_and_is_resumed_from(
         assert restored is not None
         assert restored.state["w"].unique().tolist() == [20.0]
         ckpts.save(30, {"w": torch.zeros(64), "step": 30}).wait()
+    capsys.readouterr()  # the trainer may have warned of its host
     assert "step 20: good" in said(capsys, "verify", "20", "-r", back)
 
 
