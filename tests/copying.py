@@ -15,7 +15,7 @@ from real_roots import TREE, crashed, real_job, real_root
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.layout import MANIFEST
 from ckptfsm.places.carrying import Carried, Carrier, run_of
-from ckptfsm.places.place import CopyPlace
+from ckptfsm.places.place import CopyPlace, place_at
 
 KINDS: list[object] = ["directory"]
 if find_spec("obstore") and find_spec("moto"):
@@ -70,6 +70,12 @@ def saved_again(path: Path, step: int) -> None:
     job.coordinator.rollback(min(c.step for c in job.coordinator.ledger.checkpoints.values()))
     job.save(step, TREE)
     crashed(job)
+
+
+def new_place(path: Path) -> CopyPlace:
+    """The place at a directory, which is made."""
+    path.mkdir()
+    return place_at(str(path))
 
 
 def carry(place: Any, storage: PosixStorage, step: int, **settings: Any) -> Carried:

@@ -21,8 +21,8 @@ from ckptfsm.coordinator.adopting import adopt_directory
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.opening import refuse_other_layout
 from ckptfsm.core.documents import RunMark, decode
-from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
-from ckptfsm.core.layout import FETCHING, RUN, Layout, fetched_mark, parse_attempt
+from ckptfsm.core.errors import ConfigError, CopyDamaged, DamagedRoot, StepExistsError
+from ckptfsm.core.layout import FETCHING, RUN, TRACKER, Layout, fetched_mark, parse_attempt
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import list_names, lookup, put
 from ckptfsm.disk.inspection import read_commit
@@ -63,6 +63,7 @@ class BringBack:
         """
         refuse_other_layout(self.storage, chosen.layout, read_history(self.storage))
         if self._has(chosen):
+            self.begin()  # the disk may be an older one, see ``carrying``
             return False
         with self._owned() as ownership:
             fetch = Fetch(
@@ -76,7 +77,7 @@ class BringBack:
         return True
 
     def begin(self) -> None:
-        """Let the root go on as the run of the place, which has no copy yet: see step 1."""
+        """Let the root go on as the run of the place: see step 1."""
         with self._owned():
             pass
 
@@ -138,9 +139,18 @@ def bring_back_if_empty(
     if any(map(layout.is_published, names)) or not _begins_at_zero(storage, make()):
         return ""
     place = place_at(url)
+    said = f"the root has no checkpoint: asks {place.where} for a copy"
+    say(log.info, "fetch_begun", said, place=place.where)
     copies = copies_in(place)
     back = BringBack(storage, identity, place, copies, told)
     if not any(copy.manifest is not None or copy.data for copy in copies):
+        if place.read(TRACKER) is not None:
+            raise CopyDamaged(
+                f"{place.where} has a tracker and no whole copy: there was one. Look for it, or pass "
+                "resume='fresh' to begin at zero",
+                place=place.where,
+                object=TRACKER,
+            )
         back.begin()
         more = f": {len(copies)} are not committed" if copies else ""
         return f"{place.where} has no copy{more}. The job begins at zero"
@@ -152,10 +162,8 @@ def bring_back_if_empty(
             key="layout",
             place=place.where,
         )
-    where = f"{place.where}/{chosen.name}"
-    said = f"the root has no checkpoint: fetches {where}"
-    say(log.info, "fetch_begun", said, place=place.where, step=chosen.step)
     back.run(chosen)
+    where = f"{place.where}/{chosen.name}"
     say(log.info, "fetch_ended", f"fetched {where}", place=place.where, step=chosen.step)
     return ""
 

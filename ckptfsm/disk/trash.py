@@ -1,7 +1,8 @@
 """The only module that deletes files of a root.
 
 Deleted are discarded directories and left-out parts in the trash, our temporary files, markers that are
-over, and staged files of a killed writer. Removal goes in bounded slices and never follows a link.
+over, staged files of a killed writer, and what a fetch left that is given up. Removal goes in bounded
+slices and never follows a link.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from ckptfsm.adapters.abilities import required
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import (
     EPOCHS,
+    FETCHING,
     GONE,
     JOURNAL,
     PINS,
@@ -26,6 +28,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup, make_dir
 
 _DEPTH = 64
+_SLICE = 1000  # entries
 
 
 def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
@@ -141,6 +144,14 @@ def remove_staged(storage: Storage, path: str) -> None:
         raise ValueError(f"{path} is not in a staging directory")
     if lookup(storage, path) is not None:
         storage.unlink(path)
+
+
+def remove_fetched(storage: Storage, path: str) -> None:
+    """Delete a directory of a fetch that is given up. The caller owns the root."""
+    if not path.startswith(f"{FETCHING}/"):
+        raise ValueError(f"{path} is not in the directory of fetches")
+    while _remove(storage, path, _SLICE, _DEPTH):
+        """Slice by slice."""
 
 
 def remove_empty(storage: Storage, path: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -134,7 +135,8 @@ def export_checkpoint(path: Path, step: int, settings: HuggingFaceSettings) -> s
         stack.enter_context(_alone(place))
         commit = read_commit(root, path.name)
         part = _part_of(path, commit.manifest if commit else None, settings.part)
-        name, mark = f"step_{step:07d}", _mark(step, commit, settings)
+        identity = _identity(root, part, commit)
+        name, mark = f"step_{step:07d}", _mark(step, commit, identity, settings)
         if lookup(place, name) is not None:
             if content_is(place, f"{name}/{MARK}", mark):
                 return f"{place.root}/{name} is there already"
@@ -153,7 +155,7 @@ def export_checkpoint(path: Path, step: int, settings: HuggingFaceSettings) -> s
                 if lookup(place, f"{directory}/{file.name}") is None:  # Bridge writes its own
                     write_new(place, f"{directory}/{file.name}", file.read_bytes())
             write_new(place, f"{directory}/{MARK}", mark)
-            if _crc(read_commit(root, path.name)) != _crc(commit):
+            if _identity(root, part, read_commit(root, path.name)) != identity:
                 said = f"step {step} is no longer at {path}: it was saved again, or taken away"
                 raise StepNotFoundError(said, step=step, file=str(path))
         return f"exported to {place.root}/{name}"
@@ -226,15 +228,21 @@ def _refuse_roots(to: str) -> None:
             )
 
 
-def _mark(step: int, commit: Commit | None, settings: HuggingFaceSettings) -> bytes:
+def _mark(step: int, commit: Commit | None, identity: str, settings: HuggingFaceSettings) -> bytes:
     attempt = str(commit.manifest.of) if commit is not None else ""
-    said = {"step": step, "attempt": attempt, "manifest": _crc(commit)}
+    said = {"step": step, "attempt": attempt, "checkpoint": identity}
     said["settings"] = settings.model_dump(exclude={"to"})
     return json.dumps(said).encode()
 
 
-def _crc(commit: Commit | None) -> str:
-    return commit.crc if commit is not None else ""
+def _identity(root: Storage, part: ExportedPart, commit: Commit | None) -> str:
+    """What tells this checkpoint from others: of an adopted one, the digest of all its files."""
+    if commit is not None:
+        return commit.crc
+    directory = join(part.step_path.name, part.inner)
+    names = sorted(name for name, _ in walk_files(root, directory))
+    digests = (root.digest(f"{directory}/{name}") for name in names)
+    return sha256(repr([*zip(names, digests, strict=True)]).encode()).hexdigest()
 
 
 @contextmanager

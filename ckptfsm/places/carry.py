@@ -41,7 +41,7 @@ def settings_of(text: str) -> Copy:
 
 def copy_directory(path: Path, settings: Copy) -> None:
     """Copy a published directory of a root. Raises as ``Carrier.carry``."""
-    place = place_at(settings.to, create=True)
+    place = place_at(settings.to)
     with opened_storage(path.parent) as storage:
         carrier = Carrier(
             place,

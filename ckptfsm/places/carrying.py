@@ -17,7 +17,7 @@ removed since is sent again.
 
 A claim without a manifest, of an earlier attempt of the same run, is taken over: its machine is gone,
 and the job has saved the step again. A process of that attempt may still live. It looks at the claim
-before each file, so it stops; a file that it was sending may appear later, and its digest tells.
+before the last piece of each file, without which nothing appears, so it stops.
 
 A copy of an earlier attempt, as after a rollback, stays, unless ``replaces`` is set. Then the manifest
 goes once the claim is the later attempt's: a crash from there on leaves a copy that is not committed.
@@ -36,12 +36,20 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import xxhash
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
-from ckptfsm.core.documents import Claim, FileEntry, Manifest, RunMark, decode, encode
+from ckptfsm.core.documents import (
+    Claim,
+    FileEntry,
+    Manifest,
+    RunMark,
+    decode,
+    encode,
+)
 from ckptfsm.core.errors import ConfigError, DamagedRoot, NewerSchema, PlaceFailed, PlaceInUse
 from ckptfsm.core.jobs import turn
 from ckptfsm.core.layout import (
@@ -57,7 +65,7 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, lookup
-from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.inspection import read_manifest, read_tracker
 from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.ownership import newest_epoch
 from ckptfsm.disk.pieces import Pieces, ToRead
@@ -71,6 +79,7 @@ _AT_ONCE = 2  # files
 _LOOKS = 8  # at once
 _TRIES = 5
 _RUN_BYTES = 1 << 12
+_LARGE_BYTES = 4 << 20  # more than a piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +150,7 @@ class Carrier:
         if not committed or self._of_other_sizes(name, source.files):
             if not self.sole_writer:
                 probe(self.place)
-            self._require_own(self.place.create(RUN, self.run))
+            self._require_own(self._created(RUN, self.run))
             if self._is_surplus(source.of):
                 self._remove_surplus()
                 return Carried(len(source.files), 0, 0)
@@ -168,7 +177,7 @@ class Carrier:
             )
         source.require_unchanged(self.storage)
         self._sweep(name, files)
-        there = self.place.create(f"{name}/{MANIFEST}", data)
+        there = self._created(f"{name}/{MANIFEST}", data)
         if there != data:
             raise self._taken(name, of, decode(Manifest, there, MANIFEST).of)
         return todo
@@ -212,6 +221,15 @@ class Carrier:
 
     # -- whose it is
 
+    def _created(self, name: str, data: bytes) -> bytes:
+        """Create an object unless it exists. Returns what is there then.
+
+        A server that ignores conditions would write over what another run, or another attempt, has put
+        there: ``sole_writer`` promises that nobody does so meanwhile, not that nobody ever did.
+        """
+        there = self.place.read(name) if self.sole_writer else None
+        return self.place.create(name, data) if there is None else there
+
     def _require_own(self, there: bytes | None) -> None:
         """Raise ``PlaceInUse`` unless the place is marked as this run's."""
         if there != self.run:
@@ -227,7 +245,7 @@ class Carrier:
         path, data = f"{name}/{CLAIM}", encode(own)
         self._refuse_strangers(name)
         for _ in range(_TRIES):
-            there = self.place.create(path, data)
+            there = self._created(path, data)
             if there == data:
                 return
             theirs = decode(Claim, there, path)
@@ -294,6 +312,15 @@ class Carrier:
             raise failed[0]
 
     def _send_one(self, name: str, entry: FileEntry, claim: bytes) -> None:
+        """Send a file. Its object appears only if the claim is still this attempt's by then."""
+        if entry.bytes > _LARGE_BYTES:  # else nothing is given before the last piece
+            self._require_claim(name, claim)
+        path, digest = f"{name}/{entry.name}", entry.digest or ""
+        confirm = partial(self._require_claim, name, claim)
+        with closing(compared(self.storage, path, entry, self.throttle.take, confirm)) as pieces:
+            self.place.put(path, pieces, entry.bytes, digest)
+
+    def _require_claim(self, name: str, claim: bytes) -> None:
         there = self.place.read(f"{name}/{CLAIM}")
         if there != claim:
             theirs = "removed" if there is None else f"of {decode(Claim, there, CLAIM).of}"
@@ -302,9 +329,6 @@ class Carrier:
                 place=self.place.where,
                 object=f"{name}/{CLAIM}",
             )
-        path, digest = f"{name}/{entry.name}", entry.digest or ""
-        with closing(compared(self.storage, path, entry, self.throttle.take)) as pieces:
-            self.place.put(path, pieces, entry.bytes, digest)
 
     # -- the tracker
 
@@ -331,14 +355,36 @@ class Carrier:
         if not isinstance(step, int):
             return True
         layout = layout_of_names(self.place.names())
-        path = f"{layout.published_name(step)}/{MANIFEST}"
+        name = layout.published_name(step)
+        path = f"{name}/{MANIFEST}"
         data = self.place.read(path)
         try:
-            return data is None or turn(decode(Manifest, data, path).of) < turn(of)
+            theirs = decode(Manifest, data, path).of if data is not None else None
+            if theirs is not None and self._is_of_a_later_life(theirs, name):
+                raise self._of_an_older_disk(theirs)
+            return theirs is None or turn(theirs) < turn(of)
         except NewerSchema:
             raise
         except DamagedRoot:  # for ``verify`` to tell: later copies do not wait for a person
             return True
+
+    def _is_of_a_later_life(self, theirs: AttemptId, name: str) -> bool:
+        """True if no process that owned this root can have made an attempt."""
+        if theirs.epoch <= newest_epoch(self.storage):
+            return False
+        here = read_manifest(self.storage, name)
+        return here is None or here.of != theirs  # else a person put it here
+
+    def _of_an_older_disk(self, theirs: AttemptId) -> PlaceInUse:
+        where, root = self.place.where, self.storage.root
+        return PlaceInUse(
+            f"{where} has a copy of this run, of attempt {theirs}, which is later than all of {root}. "
+            "This disk is an older one, or another machine goes on with the run: end the job that "
+            f"should not. ckptfsm fetch {where} {root} lets this root go on above that attempt",
+            place=where,
+            object=TRACKER,
+            step=theirs.step,
+        )
 
 
 def probe(place: CopyPlace) -> None:
@@ -357,11 +403,16 @@ def probe(place: CopyPlace) -> None:
 
 
 def compared(
-    storage: Storage, path: str, entry: FileEntry, take: Callable[[int], None]
+    storage: Storage,
+    path: str,
+    entry: FileEntry,
+    take: Callable[[int], None],
+    confirm: Callable[[], None],
 ) -> Generator[bytes, None, None]:
     """The pieces of a file. Raises ``DamagedRoot`` before the last one, unless size and digest agree.
 
-    ``take`` is told the size of each piece before it is given away.
+    ``take`` is told the size of each piece before it is given away. ``confirm`` is called before the
+    last one: without that piece no object appears.
     """
     digest, size, last = xxhash.xxh3_128(), 0, b""
     with closing(Pieces(storage, [ToRead(path, entry.bytes, entry.digest or "")])) as pieces:
@@ -376,4 +427,5 @@ def compared(
         raise DamagedRoot(
             "a file has another content than was written; it is not copied", file=path
         )
+    confirm()
     yield last

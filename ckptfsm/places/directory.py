@@ -34,16 +34,15 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class DirectoryPlace(StreamedPlace):
-    """See ``place.CopyPlace``. ``create``: make the directory if it is missing."""
+    """See ``place.CopyPlace``. The directory is never made: one that is not mounted is missing, too."""
 
-    def __init__(self, path: str, *, create: bool = False) -> None:
+    def __init__(self, path: str) -> None:
         self.where = str(Path(path).absolute())
-        self._create = create
 
     @cached_property
     def _storage(self) -> PosixStorage:
         try:
-            storage = PosixStorage(self.where, create=self._create)
+            storage = PosixStorage(self.where, create=False)
         except ConfigError as error:
             missing = error.facts.get("reason") == "missing"
             said = "there is no such directory" if missing else error.message
@@ -51,7 +50,7 @@ class DirectoryPlace(StreamedPlace):
                 f"{said}: is {self.where} mounted on this host? Before the first copy, make it",
                 place=self.where,
             ) from error
-        if self._create and lookup(storage, JOURNAL) is not None:
+        if lookup(storage, JOURNAL) is not None:
             raise ConfigError(
                 f"{self.where} is the root of a job: give its copies another directory",
                 key="copies",

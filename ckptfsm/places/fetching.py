@@ -33,7 +33,6 @@ from ckptfsm.core.layout import (
     MANIFEST,
     Layout,
     fetching_dir,
-    gone_dir,
     parse_attempt,
 )
 from ckptfsm.core.ports import Storage
@@ -42,12 +41,11 @@ from ckptfsm.disk.durable import (
     list_names,
     lookup,
     make_dirs,
-    move,
     parent_of,
     put,
     write_all,
 )
-from ckptfsm.disk.trash import remove_marker, sweep_attempt
+from ckptfsm.disk.trash import remove_fetched, remove_marker, sweep_attempt
 from ckptfsm.places.place import CopyPlace
 
 _TAG = "fetch"  # the owner of the root fetches alone
@@ -248,11 +246,11 @@ class Fetch:
         return stage
 
     def _give_up_others(self, stage: str) -> None:
-        """Give up what fetches of other copies have left: the next owner deletes it."""
+        """Delete what fetches of other copies have left: it takes the room."""
         for name in list_names(self.storage, FETCHING):
-            path, of = f"{FETCHING}/{name}", parse_attempt(name)
-            if of is not None and path != stage:
-                move(self.storage, path, gone_dir(of))
+            path = f"{FETCHING}/{name}"
+            if parse_attempt(name) is not None and path != stage:
+                remove_fetched(self.storage, path)
 
     def _require_room(self, stage: str, files: Sequence[FileEntry]) -> None:
         found = (lookup(self.storage, f"{stage}/{entry.name}") for entry in files)

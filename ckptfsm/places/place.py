@@ -76,18 +76,18 @@ def scheme_of(url: str) -> str:
     return scheme.lower() if slashes else ""
 
 
-def place_at(url: str, *, create: bool = False) -> CopyPlace:
+def place_at(url: str) -> CopyPlace:
     """The place at a URL, such as ``s3://bucket/run``, ``hdfs://host/run``, or a path.
 
-    Nothing is asked of a server yet. ``create``: make the directory if it is missing. Raises
-    ``ConfigError`` for a scheme that is not known, or if what it needs is not installed.
+    Nothing is asked of a server yet, and no directory is looked at. Raises ``ConfigError`` for a scheme
+    that is not known, or if what it needs is not installed.
     """
     scheme = scheme_of(url)
     if scheme in ("", "file"):
         path = url[len("file://") :] if scheme else url
         if scheme and not path.startswith("/"):
             raise ConfigError(f"{url} names no path: write file:///path", key="copies", url=url)
-        return DirectoryPlace(path, create=create)
+        return DirectoryPlace(path)
     if scheme == "hdfs":
         return HdfsPlace(url)
     if scheme in OBJECT_STORES:

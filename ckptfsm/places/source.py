@@ -28,7 +28,6 @@ from ckptfsm.core.documents import (
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.jobs import turn
 from ckptfsm.core.layout import MANIFEST, PRIVATE
-from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage, Unfit
 from ckptfsm.disk.durable import lookup, read_document, walk_files
@@ -84,15 +83,15 @@ def source_of(storage: Storage, name: str) -> CopySource:
 def _manifest_of_adopted(storage: Storage, name: str) -> Manifest:
     layout = layout_of_names([name])
     step = layout.parse_published(name)
-    ledger = read_history(storage).ledger
-    checkpoint = ledger.at(step) if step is not None else None
+    history = read_history(storage)
+    checkpoint = history.ledger.at(step) if step is not None else None
     if checkpoint is None or checkpoint.provenance != "adopted":
         raise DamagedRoot(f"{name} has no manifest, and was not adopted without one", file=name)
     there = inspect_published(storage, layout, checkpoint.step)
     if there.found != "stock":
         raise DamagedRoot(f"no loader would take it: {there.detail}", file=name, step=step)
     of = checkpoint.id
-    if any(c.step > of.step and turn(c.id) < turn(of) for c in ledger.in_state(State.TRACKED)):
+    if any(known.step > of.step and turn(known) < turn(of) for known in history.known):
         of = AttemptId(of.step, 1, 1)
     return Manifest(
         step=of.step,

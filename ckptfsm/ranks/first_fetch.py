@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import RankInterrupted
@@ -19,6 +22,7 @@ from ckptfsm.ranks.coordinator_client import Answer, share_answer
 
 log = logging.getLogger("ckptfsm")
 _TELL_S = 5.0
+_SAID_EVERY = 6  # turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +38,43 @@ class FirstFetch:
     ) -> None:
         self._transport = transport
         self._check_signals = check_signals
+        self._outcome: SimpleQueue[str | BaseException] = SimpleQueue()
         self._bytes = 0
         self._given_up = False
 
     def run(self, fetch: Callable[[Progress], str], tell_s: float) -> str:
         """Run ``fetch`` on a thread, and return its result. Every ``tell_s`` seconds, at least every
-        five, the other ranks are told. An interrupt ends it within the current piece of a file."""
-        with ThreadPoolExecutor(1, "ckptfsm-fetch") as thread:
-            running = thread.submit(fetch, self._told)
+        five, the other ranks are told. After an interrupt the thread ends with its current piece."""
+        # A daemon: no interrupt waits for a server that does not answer.
+        thread = Thread(target=self._fetch, args=(fetch,), name="ckptfsm-fetch", daemon=True)
+        thread.start()
+        for turn in count(1):
+            with suppress(Empty):
+                found = self._outcome.get(timeout=min(tell_s, _TELL_S))
+                if isinstance(found, BaseException):
+                    raise found
+                return found
             try:
-                while not wait([running], timeout=min(tell_s, _TELL_S)).done:
-                    share_answer(self._transport, Answer(StillFetching()))
-                    self._tell()
+                share_answer(self._transport, Answer(StillFetching()))
+                self._tell(turn)
             except BaseException:
                 self._given_up = True
                 raise
-            return running.result()
+        raise AssertionError("count does not end")
 
-    def _tell(self) -> None:
+    def _fetch(self, fetch: Callable[[Progress], str]) -> None:
+        try:
+            self._outcome.put(fetch(self._told))
+        except BaseException as error:  # raised in the caller's thread
+            self._outcome.put(error)
+
+    def _tell(self, turn: int) -> None:
         interruption = self._check_signals()
         if interruption is not None:
             raise interruption
-        if self._bytes:
-            say(log.info, "fetching", f"fetched {bytes_text(self._bytes)}", bytes=self._bytes)
+        if turn % _SAID_EVERY == 0:
+            said = f"fetches: {bytes_text(self._bytes)} so far"
+            say(log.info, "fetching", said, bytes=self._bytes)
 
     def _told(self, size: int) -> None:
         if self._given_up:

@@ -33,6 +33,7 @@ def azurite(tmp_path_factory) -> Iterator[object]:
 def url(request, tmp_path: Path, monkeypatch) -> str:
     """A place that has nothing yet."""
     if request.param == "directory":
+        (tmp_path / "place").mkdir()
         return str(tmp_path / "place")
     if request.param == "hdfs":
         install_hdfs(tmp_path / "hadoop", monkeypatch)
@@ -47,4 +48,4 @@ def url(request, tmp_path: Path, monkeypatch) -> str:
 
 @pytest.fixture
 def place(url: str) -> CopyPlace:
-    return place_at(url, create=True)
+    return place_at(url)

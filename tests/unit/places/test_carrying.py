@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import said
 from copying import (
     Counted,
     Killed,
@@ -16,9 +18,11 @@ from copying import (
     copied,
     every_kind,
     is_committed,
+    new_place,
     root_with,
     saved_again,
 )
+from real_roots import TREE, crashed, real_job
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
@@ -84,7 +88,7 @@ def test_a_file_in_a_directory_is_durable_before_it_has_its_name(tmp_path, monke
     for name in ("fsync", "rename", "fsync_dir"):
         real = getattr(PosixStorage, name)
         monkeypatch.setattr(PosixStorage, name, _noted(calls, name, real))
-    place = place_at(str(tmp_path / "place"), create=True)
+    place = new_place(tmp_path / "place")
     place.put("x", iter([b"data"]), 4, "")
     assert calls[-3:] == ["fsync", "rename", "fsync_dir"]
 
@@ -163,21 +167,22 @@ def test_a_later_attempt_takes_a_claim_over_that_was_never_committed(root, place
     assert place.read(f"iter_0000020/{CLAIM}") != old
 
 
-def test_an_earlier_attempt_stops_once_a_later_one_has_the_claim(root, place, tmp_path):
+@every_kind
+def test_an_earlier_attempt_stops_once_a_later_one_has_the_claim(root, place):
     """Catches: a machine that was believed dead, and writes over the new one's files."""
-    aside = tmp_path / "aside"
-    with pytest.raises(Killed):
-        carry(Counted(place, 5), root, 20)
-    directory(root, 20).rename(aside)
-    directory(root, 20).mkdir()
-    directory(root, 20).rmdir()
-    aside.rename(directory(root, 20))
-    late = json.loads(place.read(f"iter_0000020/{CLAIM}"))
-    later = json.dumps({**late, "epoch": late["epoch"] + 1}).encode()
-    assert place.replace(f"iter_0000020/{CLAIM}", later, place.read(f"iter_0000020/{CLAIM}"))
-    with pytest.raises(PlaceInUse, match="attempt"):
-        carry(place, root, 20)
-    assert not is_committed(place, 20)
+    path = f"iter_0000020/{CLAIM}"
+
+    class Overtaken(Counted):
+        def put(self, name, pieces, size, digest):
+            with self._turn:  # while the file is on its way
+                late = self._place.read(path)
+                later = json.dumps({**json.loads(late), "epoch": 9}).encode()
+                assert later == late or self._place.replace(path, later, late)
+            self._place.put(name, pieces, size, digest)
+
+    with pytest.raises(PlaceInUse, match=r"of 20\.e9\.a2 by now"):
+        carry(Overtaken(place), root, 20)
+    assert list(copied(place, 20)) == []
 
 
 def test_a_committed_copy_of_another_attempt_is_refused_with_the_way_out(root, place):
@@ -265,15 +270,17 @@ def test_the_job_says_in_a_line_what_is_wrong(root, tmp_path, monkeypatch):
     """Catches: a traceback in the place of the reason, a setting that is passed over."""
     monkeypatch.setenv(COPY, json.dumps({"to": f"{tmp_path}/no/such\0"}))
     path = str(directory(root, 10))
-    for settings, said in (
+    for settings, words in (
         ({"to": "gopher://x"}, "no place for copies is known"),
         ({"to": "x", "limit": 3}, "limit"),
         ({"to": str(tmp_path / "root/iter_0000010/__0_0.distcp")}, "mounted"),
+        ({"to": f"file://{tmp_path}/p"}, "mounted"),
     ):
         monkeypatch.setenv(COPY, json.dumps(settings))
         with pytest.raises(SystemExit) as ended:
             entry(path, 10, {})
-        assert said in str(ended.value), ended.value
+        assert words in str(ended.value), ended.value
+    (tmp_path / "p").mkdir()
     monkeypatch.setenv(COPY, json.dumps({"to": f"file://{tmp_path}/p", "limit_mb_s": 1000}))
     entry(path, 10, {})
     assert (tmp_path / "p" / RUN).exists()
@@ -296,7 +303,7 @@ def test_a_copy_into_a_root_is_refused(root, tmp_path):
     """Catches: claims and trackers written into the root of a job."""
     for path in (root.root, root_with(tmp_path / "other", 10).root):
         with pytest.raises(ConfigError, match="is the root of a job"):
-            carry(place_at(path, create=True), root, 10)
+            carry(place_at(path), root, 10)
     assert not (directory(root, 10) / CLAIM).exists()
 
 
@@ -312,3 +319,49 @@ def test_a_limit_counts_all_bytes():
     clock.sleep(100.0)  # an idle time is not made up for
     throttle.take(2_000_000)
     assert (waits, clock.now) == ([0.5, 1.5, 1.0], 1000.0 + 3.0 + 100.0 + 1.0)
+
+
+def test_without_conditions_a_look_comes_first(root, place, tmp_path):
+    """Catches: a promise of one writer that lets runs, one after the other, write over each other."""
+
+    class Careless(Counted):
+        """A server that ignores conditions."""
+
+        def create(self, name, data):
+            self._place.remove(name)
+            return self._place.create(name, data)
+
+    careless: Any = Careless(place)
+    carry(careless, root, 10, sole_writer=True)
+    before = copied(place, 10)
+    other = root_with(tmp_path / "other", 10)
+    with pytest.raises(PlaceInUse, match="another run"):
+        carry(careless, other, 10, sole_writer=True)
+    other.close_root()
+    saved_again(Path(root.root), 20)
+    place.replace(f"iter_0000010/{CLAIM}", b"{}", place.read(f"iter_0000010/{CLAIM}"))
+    assert copied(place, 10) == before
+
+
+def test_a_root_of_an_older_disk_says_so(root, place, tmp_path, capsys):
+    """Catches: copies that count as done, and that no fetch would ever take."""
+    carry(place, root, 10)
+    older = tmp_path / "older"
+    shutil.copytree(root.root, older)
+    for _ in range(3):
+        crashed(real_job(Path(root.root)))
+    job = real_job(Path(root.root))
+    job.save(30, TREE)
+    carry(place, job.storage, 30)
+    crashed(job)
+    job = real_job(older)
+    job.save(25, TREE)
+    with pytest.raises(PlaceInUse, match="ckptfsm fetch"):
+        carry(place, job.storage, 25)
+    crashed(job)
+    said(capsys, "fetch", place.where, older, "--step", 30)
+    job = real_job(older)
+    job.save(40, TREE)
+    assert carry(place, job.storage, 40).sent
+    crashed(job)
+    assert place.read(TRACKER) == b"40\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import ran, said
-from copying import Counted, Killed, carry, contents, every_kind, root_with
+from copying import Counted, Killed, carry, contents, every_kind, new_place, root_with
 from real_roots import TREE, crashed, real_job
 
 from ckptfsm.core.errors import DamagedRoot
@@ -148,7 +148,7 @@ def test_a_place_that_cannot_be_reached_or_has_nothing_is_told_apart(tmp_path, c
 def test_a_root_of_another_run_is_refused(copied, url, tmp_path, capsys):
     """Catches: a root whose copies would go to the place of another run."""
     other = root_with(tmp_path / "other", 10)
-    carry(place_at(str(tmp_path / "elsewhere"), create=True), other, 10)
+    carry(new_place(tmp_path / "elsewhere"), other, 10)
     other.close_root()
     status, _, err = ran(capsys, "fetch", url, tmp_path / "other", "--step", 20)
     assert (status, "another run" in err) == (2, True)
@@ -188,3 +188,19 @@ def test_a_copy_that_was_begun_is_none(copied, url, place, tmp_path, capsys):
     crashed(again)
     status, _, err = ran(capsys, "fetch", url, tmp_path / "third", "--step", 31)
     assert (status, "available=(10, 20, 30)" in err) == (2, True)
+
+
+def test_a_half_fetch_of_another_copy_makes_room(copied, url, place, tmp_path, capsys):
+    """Catches: halves that fill the disk, and cannot be given up twice."""
+    back = tmp_path / "back"
+    name = "iter_0000010/__0_0.distcp"
+    data = place.read(name)
+    for _ in range(2):
+        place.remove(name)
+        assert ran(capsys, "fetch", url, back, "--step", 10)[0] == 1
+        assert len(list((back / FETCHING).iterdir())) == 1
+        place.put(name, iter([data]), len(data), place.digest("iter_0000010/__1_0.distcp"))
+        place.remove("iter_0000020/__0_0.distcp")
+        assert ran(capsys, "fetch", url, back)[0] == 1
+        assert [each.name[:3] for each in (back / FETCHING).iterdir()] == ["20."]
+    assert not any((back / ".ckptfsm/trash").iterdir())

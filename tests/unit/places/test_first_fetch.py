@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copying import Killed, carry, root_with
+from copying import Killed, carry, new_place, root_with
 from fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from managers import QUICK, weights
 from real_roots import crashed, real_job
@@ -23,7 +23,7 @@ from ckptfsm.core.errors import (
     RankInterrupted,
     RecoveryWarning,
 )
-from ckptfsm.core.layout import FETCHING, MANIFEST, RUN
+from ckptfsm.core.layout import FETCHING, MANIFEST, RUN, TRACKER
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.overview import look
 from ckptfsm.places.directory import DirectoryPlace
@@ -36,7 +36,7 @@ from ckptfsm.ranks.manager import Manager
 def url(tmp_path: Path) -> str:
     """A place with the copies of steps 10 and 20 of a root that is lost."""
     storage = root_with(tmp_path / "lost", 10, 20)
-    place = place_at(str(tmp_path / "place"), create=True)
+    place = new_place(tmp_path / "place")
     for step in (10, 20):
         carry(place, storage, step)
     storage.close_root()
@@ -116,6 +116,9 @@ def test_a_place_without_a_copy_is_told_and_its_run_goes_on_there(url, tmp_path)
     """Catches: a prefix with a typing error, an own copy that is refused as another run's."""
     for step in (10, 20):
         (tmp_path / "place" / f"iter_{step:07d}" / MANIFEST).unlink()
+    with pytest.raises(CopyDamaged, match="there was one"):
+        started(tmp_path / "root", url)
+    (tmp_path / "place" / TRACKER).unlink()
     manager = started(tmp_path / "root", url)
     with pytest.warns(RecoveryWarning, match="2 are not committed. The job begins at zero"):
         manager.save(10, weights(10)).wait()
@@ -172,7 +175,7 @@ def test_an_interrupt_ends_a_fetch_on_every_rank_and_it_goes_on_later(url, tmp_p
     interrupted = threading.Event()
     real = DirectoryPlace.stream
 
-    def tell(self: first_fetch.FirstFetch) -> None:
+    def tell(self: first_fetch.FirstFetch, turn: int) -> None:
         interrupted.set()
         raise KeyboardInterrupt
 

@@ -221,6 +221,7 @@ def test_the_job_takes_the_number_from_its_settings(root, tmp_path, monkeypatch)
             Copy("x", keep=keep)
     (tmp_path / "job.toml").write_text('[[ckptfsm.copies]]\nto = "x"\nkeep = 2\n')
     assert load_config(tmp_path / "job.toml").copies[0].keep == 2
+    (tmp_path / "p").mkdir()
     for step in STEPS:
         monkeypatch.setenv(COPY, Copy(f"{tmp_path}/p", keep=2).job.environment[COPY])
         entry(str(directory(root, step)), step, {})

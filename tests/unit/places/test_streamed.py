@@ -41,7 +41,7 @@ def namenode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def place(namenode: Path) -> CopyPlace:
     """One with an object."""
-    place = place_at("hdfs://host/run", create=True)
+    place = place_at("hdfs://host/run")
     place.put(NAME, iter([b"old data"]), 8, "")
     return place
 
