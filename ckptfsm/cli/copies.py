@@ -53,7 +53,7 @@ def verify_copies(url: str, step: int | None, *, everything_there: bool, as_data
     place = place_at(url)
     copies = copies_in(place)
     if everything_there:
-        chosen = [copy for copy in copies if copy.manifest is not None or copy.data]
+        chosen = [copy for copy in copies if copy.data is not None]
     else:
         chosen = [choose(place, copies, step)]
     verdicts = []

@@ -21,7 +21,7 @@ from ckptfsm.coordinator.adopting import adopt_directory
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.opening import refuse_other_layout
 from ckptfsm.core.documents import RunMark, decode
-from ckptfsm.core.errors import ConfigError, CopyDamaged, DamagedRoot, StepExistsError
+from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import FETCHING, RUN, TRACKER, Layout, fetched_mark, parse_attempt
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import list_names, lookup, put
@@ -143,14 +143,7 @@ def bring_back_if_empty(
     say(log.info, "fetch_begun", said, place=place.where)
     copies = copies_in(place)
     back = BringBack(storage, identity, place, copies, told)
-    if not any(copy.manifest is not None or copy.data for copy in copies):
-        if place.read(TRACKER) is not None:
-            raise CopyDamaged(
-                f"{place.where} has a tracker and no whole copy: there was one. Look for it, or pass "
-                "resume='fresh' to begin at zero",
-                place=place.where,
-                object=TRACKER,
-            )
+    if place.read(TRACKER) is None and all(copy.data is None for copy in copies):
         back.begin()
         more = f": {len(copies)} are not committed" if copies else ""
         return f"{place.where} has no copy{more}. The job begins at zero"

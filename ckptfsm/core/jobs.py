@@ -118,7 +118,7 @@ class Copy(BaseModel):
     to: Annotated[str, Field(min_length=1)]
     every: Every = 1
     before_prune: bool = True
-    keep: Annotated[int, Field(ge=1)] | None = None
+    keep: Annotated[int, Field(ge=1, strict=True)] | None = None
     limit_mb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sole_writer: bool = False
     replaces: bool = False

@@ -14,9 +14,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ckptfsm.adapters.posix_storage import opened_storage
-from ckptfsm.core.documents import first_problem
+from ckptfsm.core.documents import JobState, first_problem
 from ckptfsm.core.errors import CkptFsmError, ConfigError, describe
 from ckptfsm.core.jobs import COPY, Copy
+from ckptfsm.disk.job_records import read_records
 from ckptfsm.places.carrying import Carrier, Throttle, run_of
 from ckptfsm.places.place import place_at
 
@@ -42,7 +43,9 @@ def settings_of(text: str) -> Copy:
 def copy_directory(path: Path, settings: Copy) -> None:
     """Copy a published directory of a root. Raises as ``Carrier.carry``."""
     place = place_at(settings.to)
+    name = settings.job.name
     with opened_storage(path.parent) as storage:
+        returns = any(r.job == name and r.state is JobState.DONE for r in read_records(storage))
         carrier = Carrier(
             place,
             storage,
@@ -51,5 +54,6 @@ def copy_directory(path: Path, settings: Copy) -> None:
             settings.sole_writer,
             settings.replaces,
             settings.keep,
+            returns,
         )
         carrier.carry(path.name)

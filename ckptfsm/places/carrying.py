@@ -126,7 +126,8 @@ class Carrier:
 
     ``run``: the root's mark, see ``run_of``. ``sole_writer``: the user promises that no other process
     writes there, so a server may be used that ignores conditions. ``replaces``: a later attempt of
-    the same run takes the place of a copy. ``keep``: so many copies stay, None for all.
+    the same run takes the place of a copy. ``keep``: so many copies stay, None for all. ``returns``:
+    copies of this root are there already, so a place without its mark is another one.
     """
 
     place: CopyPlace
@@ -136,6 +137,7 @@ class Carrier:
     sole_writer: bool = False
     replaces: bool = False
     keep: int | None = None
+    returns: bool = False
 
     def carry(self, name: str) -> Carried:
         """Copy the directory ``name`` of the root.
@@ -148,6 +150,7 @@ class Carrier:
         todo: Sequence[FileEntry] = ()
         committed = self.place.read(f"{name}/{MANIFEST}") == source.data
         if not committed or self._of_other_sizes(name, source.files):
+            self._require_that_it_is_there()
             if not self.sole_writer:
                 probe(self.place)
             self._require_own(self._created(RUN, self.run))
@@ -177,6 +180,7 @@ class Carrier:
             )
         source.require_unchanged(self.storage)
         self._sweep(name, files)
+        self._require_claim(name, encode(claim))
         there = self._created(f"{name}/{MANIFEST}", data)
         if there != data:
             raise self._taken(name, of, decode(Manifest, there, MANIFEST).of)
@@ -229,6 +233,17 @@ class Carrier:
         """
         there = self.place.read(name) if self.sole_writer else None
         return self.place.create(name, data) if there is None else there
+
+    def _require_that_it_is_there(self) -> None:
+        """Raise ``PlaceFailed`` for an empty place that had copies: the one below a mount point, say."""
+        if self.returns and self.place.read(RUN) is None:
+            where, root = self.place.where, self.storage.root
+            raise PlaceFailed(
+                f"{where} has no {RUN}, and copies of {root} were made there: is it mounted? If it was "
+                f"emptied, put {root}/{RUN} there",
+                place=where,
+                object=RUN,
+            )
 
     def _require_own(self, there: bytes | None) -> None:
         """Raise ``PlaceInUse`` unless the place is marked as this run's."""

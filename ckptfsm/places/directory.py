@@ -37,7 +37,7 @@ class DirectoryPlace(StreamedPlace):
     """See ``place.CopyPlace``. The directory is never made: one that is not mounted is missing, too."""
 
     def __init__(self, path: str) -> None:
-        self.where = str(Path(path).absolute())
+        self.where = str(Path(path).expanduser().absolute())
 
     @cached_property
     def _storage(self) -> PosixStorage:
@@ -50,17 +50,20 @@ class DirectoryPlace(StreamedPlace):
                 f"{said}: is {self.where} mounted on this host? Before the first copy, make it",
                 place=self.where,
             ) from error
-        if lookup(storage, JOURNAL) is not None:
-            raise ConfigError(
-                f"{self.where} is the root of a job: give its copies another directory",
-                key="copies",
-                url=self.where,
-            )
+        there = Path(storage.root).resolve()
+        for above in (there, *there.parents):
+            if (above / JOURNAL).exists():
+                raise ConfigError(
+                    f"{self.where} lies in {above}, the root of a job: copies need another directory",
+                    key="copies",
+                    url=self.where,
+                )
         return storage
 
     def names(self) -> list[str]:
         with self._named(""):
-            return [name for name, kind in self._storage.kinds("") if kind == "dir"]
+            # A link too: nothing is read through it, which is told, and not passed over.
+            return [name for name, kind in self._storage.kinds("") if kind != "file"]
 
     def listed(self, directory: str) -> Mapping[str, int]:
         with self._named(directory):

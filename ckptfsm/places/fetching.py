@@ -31,9 +31,12 @@ from ckptfsm.core.layout import (
     FETCHING,
     LAYOUTS,
     MANIFEST,
+    TRACKER,
+    TRACKER_BYTES,
     Layout,
     fetching_dir,
     parse_attempt,
+    parse_tracker,
 )
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
@@ -64,17 +67,22 @@ def _tell_nobody(_: int) -> None:
 class CopyFound:
     """A directory of a step in a place. ``manifest`` is None unless the copy is committed and whole.
 
-    ``data`` are the manifest's bytes, ``problem`` what is wrong with them, ``claim`` the attempt that
-    has the name, if that can be told.
+    ``data`` are the manifest's bytes, None if there is none. ``problem`` is what is wrong with them,
+    ``claim`` the attempt that has the name, if that can be told.
     """
 
     name: str
     step: int
     layout: Layout
     manifest: Manifest | None = None
-    data: bytes = b""
+    data: bytes | None = None
     claim: Claim | None = None
     problem: str = ""
+
+    @property
+    def is_damaged(self) -> bool:
+        """True if there is a manifest, and it cannot be read."""
+        return self.data is not None and self.manifest is None
 
 
 def copies_in(place: CopyPlace) -> list[CopyFound]:
@@ -134,7 +142,7 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
     found = [copy for copy in whole if step is None or copy.step == step]
     for copy in copies:
         asked = copy.step == step if step is not None else _may_be_later(copy, found)
-        if copy.data and copy.manifest is None and asked:
+        if copy.is_damaged and asked:
             older = older_than(copy, copies)
             how = f"ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
             way = f"; the next older copy is of step {older[-1]}: {how}" if older else ""
@@ -145,12 +153,32 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
                 step=copy.step,
                 older=older,
             )
+    if step is None:
+        _require_named(place, whole)
     if not found:
         what = f"no copy of step {step}" if step is not None else "no copy"
         raise StepNotFoundError(
             f"{place.where} has {what}", place=place.where, step=step, available=_steps(whole)
         )
     return found[0]
+
+
+def _require_named(place: CopyPlace, whole: Sequence[CopyFound]) -> None:
+    """Raise ``CopyDamaged`` if the place's tracker names a step that has no whole copy."""
+    tracker = place.read(TRACKER)
+    named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
+    if not isinstance(named, int) or any(copy.step == named for copy in whole):
+        return
+    older = _steps(whole)
+    way = f": ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
+    raise CopyDamaged(
+        f"{place.where}/{TRACKER} names step {named}, which has no whole copy any more; steps with one: "
+        f"{list(older)}{way}",
+        place=place.where,
+        object=TRACKER,
+        step=named,
+        older=older,
+    )
 
 
 def _may_be_later(damaged: CopyFound, found: Sequence[CopyFound]) -> bool:
@@ -242,7 +270,7 @@ class Fetch:
             finally:
                 threads.shutdown(cancel_futures=True)
         # Last: a directory that carries a manifest is complete.
-        put(self.storage, f"{stage}/{MANIFEST}", self.copy.data, tag=_TAG)
+        put(self.storage, f"{stage}/{MANIFEST}", self.copy.data or b"", tag=_TAG)
         return stage
 
     def _give_up_others(self, stage: str) -> None:

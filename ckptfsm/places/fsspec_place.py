@@ -125,13 +125,24 @@ class FsspecPlace(StreamedPlace):
             finally:
                 with self._named(name, "write"):
                     file.close()
-            self.remove(name)  # not all of them move over a file
-            with self._named(name, "move"):
-                system.mv(self._path(temporary), self._path(name))
+            self._move(temporary, name)
         except BaseException:
             with suppress(PlaceFailed):  # the caller has the reason; the next copy sweeps
                 self.remove(temporary)
             raise
+
+    def _move(self, temporary: str, name: str) -> None:
+        """Move an object to its name. One of that name goes only if they do not move over a file."""
+        system, old, new = self._opened[0], self._path(temporary), self._path(name)
+        with self._named(name, "move"):
+            try:
+                system.mv(old, new)
+            except Exception:  # some have errors of their own
+                # Another carrier of the attempt may have swept the temporary: its object stays.
+                if not (system.exists(old) and system.exists(new)):
+                    raise
+                self.remove(name)
+                system.mv(old, new)
 
     def remove(self, name: str) -> None:
         with self._named(name, "remove"), suppress(FileNotFoundError):

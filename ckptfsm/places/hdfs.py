@@ -32,6 +32,7 @@ _QUIET_S = 300.0  # longest time in which a command neither takes nor gives a by
 _PIECE_BYTES = 1 << 20
 _SHOWN = 300  # letters of a complaint
 _ABSENT = ": No such file or directory"
+_EXISTS = ": File exists"
 _PATTERN = re.compile(r"[*?\[\]{}\\]")
 # Kind and rights, replicas, owner and group (which may have blanks), bytes, time, path.
 _ROW = re.compile(r"([-d])\S{9,}\s.*?\s(\d+)\s+\d{4}-\d\d-\d\d\s\d\d:\d\d\s(.*)")
@@ -123,7 +124,7 @@ class HdfsPlace(StreamedPlace):
         try:
             self._write(temporary, pieces)
             complaint = self._complaint(name, *move)
-            if complaint and replaces:
+            if complaint.endswith(_EXISTS) and replaces:  # else another carrier swept the temporary
                 self.remove(name)
                 complaint = self._complaint(name, *move)
         finally:

@@ -45,7 +45,7 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
         return
     named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
     for copy in copies:
-        if not copy.data and copy.claim is None:
+        if copy.data is None and copy.claim is None:
             place.remove_empty(copy.name)  # a removal was cut short after the claim
         elif copy.step not in (named, in_use) and _is_earlier(copy, min(latest), epoch):
             _remove(place, copy)
@@ -59,7 +59,7 @@ def _latest(copies: Iterable[CopyFound], keep: int, epoch: int) -> list[tuple[in
 
 def _is_earlier(copy: CopyFound, oldest: tuple[int, int, int], epoch: int) -> bool:
     """True if all that is known of a directory is earlier than the ``oldest`` that stays."""
-    if copy.data and copy.manifest is None:
+    if copy.is_damaged:
         return False
     known = [each.of for each in (copy.manifest, copy.claim) if each is not None]
     return bool(known) and all(turn(of) < oldest and of.epoch <= epoch for of in known)

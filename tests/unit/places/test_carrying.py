@@ -25,9 +25,11 @@ from copying import (
 from real_roots import TREE, crashed, real_job
 
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.documents import JobRecord, JobState, encode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, PlaceFailed, PlaceInUse
-from ckptfsm.core.jobs import COPY
-from ckptfsm.core.layout import CLAIM, MANIFEST, RUN, TRACKER
+from ckptfsm.core.jobs import COPY, Copy
+from ckptfsm.core.layout import CLAIM, JOBS, MANIFEST, RUN, TRACKER, job_name
+from ckptfsm.disk.durable import make_dirs, write_new
 from ckptfsm.places.carry import carry as entry
 from ckptfsm.places.carry import settings_of
 from ckptfsm.places.carrying import Throttle
@@ -302,7 +304,7 @@ def test_a_place_that_fails_is_never_taken_for_an_empty_one(root, place):
 def test_a_copy_into_a_root_is_refused(root, tmp_path):
     """Catches: claims and trackers written into the root of a job."""
     for path in (root.root, root_with(tmp_path / "other", 10).root):
-        with pytest.raises(ConfigError, match="is the root of a job"):
+        with pytest.raises(ConfigError, match="the root of a job"):
             carry(place_at(path), root, 10)
     assert not (directory(root, 10) / CLAIM).exists()
 
@@ -365,3 +367,28 @@ def test_a_root_of_an_older_disk_says_so(root, place, tmp_path, capsys):
     assert carry(place, job.storage, 40).sent
     crashed(job)
     assert place.read(TRACKER) == b"40\n"
+
+
+def test_an_empty_place_that_had_copies_is_not_begun_anew(root, tmp_path, monkeypatch):
+    """Catches: copies below a mount point, which count, and then the checkpoint is pruned."""
+    settings = Copy(str(tmp_path / "place"))
+    monkeypatch.setenv(COPY, settings.model_dump_json())
+    new_place(tmp_path / "place")
+    entry(str(directory(root, 10)), 10, {})
+    done = JobRecord(step=10, epoch=1, attempt=1, job=settings.job.name, state=JobState.DONE)
+    make_dirs(root, JOBS)
+    write_new(root, job_name(done.of, done.job), encode(done))
+    shutil.move(tmp_path / "place", tmp_path / "unmounted")
+    (tmp_path / "place").mkdir()
+    with pytest.raises(SystemExit, match="is it mounted"):
+        entry(str(directory(root, 20)), 20, {})
+    assert not list((tmp_path / "place").iterdir())
+    assert is_committed(place_at(str(tmp_path / "unmounted")), 10)
+
+
+@pytest.mark.parametrize("inside", ["copies", "iter_0000010/c"])
+def test_a_place_in_a_root_is_refused(inside, root):
+    """Catches: copies that go with the checkpoint that they are of."""
+    Path(root.root, inside).mkdir()
+    with pytest.raises(ConfigError, match="the root of a job"):
+        carry(place_at(f"{root.root}/{inside}"), root, 20)

@@ -204,3 +204,27 @@ def test_a_half_fetch_of_another_copy_makes_room(copied, url, place, tmp_path, c
         assert ran(capsys, "fetch", url, back)[0] == 1
         assert [each.name[:3] for each in (back / FETCHING).iterdir()] == ["20."]
     assert not any((back / ".ckptfsm/trash").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["empty", "gone", "link"])
+def test_an_older_copy_is_never_taken_in_silence(damage, copied, url, place, tmp_path, capsys):
+    """Catches: a manifest of no bytes that counts as none, a tracker that is no evidence, a directory
+    that nobody sees."""
+    name = f"iter_0000020/{MANIFEST}"
+    if damage == "empty":
+        assert place.replace(name, b"", place.read(name))
+    elif damage == "gone":
+        place.remove(name)
+    elif "://" in url:
+        pytest.skip("there are no links")
+    else:
+        (tmp_path / "place/iter_0000020").rename(tmp_path / "elsewhere")
+        (tmp_path / "place/iter_0000020").symlink_to(tmp_path / "elsewhere")
+    back = tmp_path / "back"
+    status, _, err = ran(capsys, "fetch", url, back)
+    assert (status, "20" in err) == (1, True), err
+    if damage == "empty":
+        shown = url if "://" in url else f"file://{url}"
+        assert "step 20: DAMAGED" in ran(capsys, "verify", shown, "--all")[1]
+    if damage != "link":
+        said(capsys, "fetch", url, back, "--step", 10)

@@ -116,7 +116,7 @@ def test_a_place_without_a_copy_is_told_and_its_run_goes_on_there(url, tmp_path)
     """Catches: a prefix with a typing error, an own copy that is refused as another run's."""
     for step in (10, 20):
         (tmp_path / "place" / f"iter_{step:07d}" / MANIFEST).unlink()
-    with pytest.raises(CopyDamaged, match="there was one"):
+    with pytest.raises(CopyDamaged, match="names step 20, which has no whole copy"):
         started(tmp_path / "root", url)
     (tmp_path / "place" / TRACKER).unlink()
     manager = started(tmp_path / "root", url)

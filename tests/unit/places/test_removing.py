@@ -255,5 +255,7 @@ def test_a_copy_that_goes_while_it_is_read_is_told_and_nothing_is_published(
     shown = url if "://" in url else f"file://{url}"
     status, out, _ = ran(capsys, "verify", shown)
     assert (status, out.splitlines()[1:]) == (1, ["  the copy was removed or replaced meanwhile"])
-    said(capsys, "fetch", url, back)
+    status, _, err = ran(capsys, "fetch", url, back)
+    assert (status, "names step 30" in err) == (1, True), "an older one is not taken unasked"
+    said(capsys, "fetch", url, back, "--step", 10)
     assert contents(back / "iter_0000010") == contents(directory(root, 10))

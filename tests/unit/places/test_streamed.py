@@ -144,7 +144,7 @@ def test_a_copy_to_hdfs_takes_few_commands(root, namenode):
     """Catches: a Java machine more for each file, of a second or two."""
     done = carry(place_at("hdfs://host/run"), root, 10)
     first = len(calls_of_hdfs(namenode))
-    assert first <= 35 + 4 * done.files
+    assert first <= 36 + 4 * done.files
     carry(place_at("hdfs://host/run"), root, 10)
     assert len(calls_of_hdfs(namenode)) - first <= 3
 
