@@ -97,6 +97,13 @@ class PlainSide:
         _copy(self._place / round_name, directory)
 
 
+def _made(url: str) -> str:
+    """The place ``url``. A directory is made: the library itself makes none."""
+    if "://" not in url:
+        Path(url).mkdir(parents=True)
+    return url
+
+
 class OurSide:
     """``ckptfsm``: the carrier of a job, and ``ckptfsm fetch``."""
 
@@ -104,7 +111,8 @@ class OurSide:
         self.name, self._url = name, url
 
     def put(self, directory: Path, round_name: str) -> None:
-        copy_directory(directory, Copy(f"{self._url}/{round_name}", sole_writer=True))
+        to = _made(f"{self._url}/{round_name}")
+        copy_directory(directory, Copy(to, sole_writer=True))
 
     def get(self, directory: Path, round_name: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -354,7 +362,7 @@ def _training(options: Options, to: str) -> list[Figure]:
 
 def _loop(root: Path, to: str, options: Options, found: Loop) -> None:
     """Train and save. A copy takes longer than the steps between two saves, so one always runs."""
-    copies = [Copy(to, sole_writer=True)] if to else []
+    copies = [Copy(_made(to), sole_writer=True)] if to else []
     state = {"weight": torch.rand(max(1, options.state_bytes // _SHARE // 4))}
     matrix, settings = torch.rand(_WIDTH, _WIDTH), {"retention": LatestN(1), "engine": "eager"}
     with (
@@ -393,7 +401,7 @@ def _memory(options: Options, to: str) -> list[Figure]:
     for what, size, tensors in sizes:
         root = options.work / f"memory-{tensors}"
         step = _saved(root, size, tensors)
-        settings = Copy(f"{to}/{root.name}", sole_writer=True).model_dump_json()
+        settings = Copy(_made(f"{to}/{root.name}"), sole_writer=True).model_dump_json()
         command = [sys.executable, "-c", _CARRIER, str(step)]
         began = time.perf_counter()
         done = subprocess.run(
@@ -417,7 +425,7 @@ def _many(options: Options) -> list[Figure]:
     state = {"weight": torch.rand(1024)}
     settings: dict[str, Any] = {"retention": LatestN(1), "jobs_drain_s": 3600}
     began = time.perf_counter()
-    with CheckpointManager(root, copies=[Copy(str(there))], **settings) as manager:
+    with CheckpointManager(root, copies=[Copy(_made(str(there)))], **settings) as manager:
         for step in range(1, count + 1):
             manager.save(step, state).wait()
         saved_s = time.perf_counter() - began

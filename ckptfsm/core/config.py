@@ -331,12 +331,6 @@ class CheckpointConfig(BaseModel):
         return (*self.on_tracked, *(copy.job for copy in self.copies))
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """The places of copies that a run writes to or begins from."""
-        begin = () if self.fetch_from is None else (self.fetch_from,)
-        return (*(copy.to for copy in self.copies), *begin)
-
-    @property
     def holds(self) -> dict[str, int]:
         """The ``every`` of each job that holds its checkpoints, by name."""
         return {job.name: job.every for job in self.jobs if job.hold}

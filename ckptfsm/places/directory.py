@@ -7,9 +7,9 @@ its name: of two that create it, one is told of the other's.
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -34,13 +34,17 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class DirectoryPlace(StreamedPlace):
-    """See ``place.CopyPlace``. The directory is never made: one that is not mounted is missing, too."""
+    """See ``place.CopyPlace``. The directory is never made: one that is not mounted is missing, too.
+
+    Raises ``PlaceFailed`` if it is missing, and ``ConfigError`` if it lies in the root of a job.
+    """
 
     def __init__(self, path: str) -> None:
         self.where = str(Path(path).expanduser().absolute())
+        self._storage = self._opened()
+        weakref.finalize(self, self._storage.close_root)
 
-    @cached_property
-    def _storage(self) -> PosixStorage:
+    def _opened(self) -> PosixStorage:
         try:
             storage = PosixStorage(self.where, create=False)
         except ConfigError as error:

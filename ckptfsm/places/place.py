@@ -79,8 +79,8 @@ def scheme_of(url: str) -> str:
 def place_at(url: str) -> CopyPlace:
     """The place at a URL, such as ``s3://bucket/run``, ``hdfs://host/run``, or a path.
 
-    Nothing is asked of a server yet, and no directory is looked at. Raises ``ConfigError`` for a scheme
-    that is not known, or if what it needs is not installed.
+    Nothing is asked of a server yet. Raises ``ConfigError`` for a scheme that is not known, or if what
+    it needs is not installed, and for a directory as ``DirectoryPlace``.
     """
     scheme = scheme_of(url)
     if scheme in ("", "file"):

@@ -125,8 +125,8 @@ class Session:
         if self.rank == 0:
             try:
                 require_commands(self.config.jobs)
-                for url in self.config.places:
-                    place_at(url)  # what it needs is installed
+                for copy in self.config.copies:
+                    place_at(copy.to)  # what it needs is installed, and its directory is there
                 self._storage = self._ports.open_storage(True)
                 warning = self._fetch_first()
                 identity = self._ports.identity()

@@ -568,6 +568,7 @@ def test_verls_remote_directory_and_a_new_machine(job: Job, capsys: Any) -> None
     """Catches: ``default_hdfs_dir`` without a copy; a step that is pruned before it has one; a fetched
     one that verl does not load; a load that verl refuses, or after which a worker deletes the step."""
     there = str(job.place / "there")
+    Path(there).mkdir()
     remote = {"default_hdfs_dir": there, "critic": False}
     trainer = job.start(**remote, max_actor_ckpt_to_keep=1)
     save(trainer)

@@ -269,6 +269,7 @@ def test_verls_remote_directory_gets_the_files_of_every_rank(
 ) -> None:
     """Catches: a setting that this trainer does not heed; an end before the last copy."""
     there = tmp_path / "there"
+    there.mkdir()
     run = Run(sft, tmp_path / "ours", "fsdp2", trainer={"default_hdfs_dir": str(there)})
     run.done()
     assert steps(run.place)[-1] == "global_step_8"

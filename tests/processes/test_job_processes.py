@@ -207,6 +207,7 @@ def test_I7_nothing_is_pruned_before_the_job_that_holds_it_is_done(tmp_path, cap
 
 def test_I7_a_machine_that_is_lost_is_gone_on_from_by_the_copies(tmp_path, capsys):
     """Catches: a checkpoint that was pruned and is in no place; a start at zero beside its copies."""
+    (tmp_path / "place").mkdir()
     settings = {"copies": [{"to": f"file://{tmp_path}/place"}]}
     with closing(Trainer(tmp_path, **settings)) as first:
         first.hear("open None")

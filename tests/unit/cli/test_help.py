@@ -49,7 +49,7 @@ def prepared(command: str, capsys) -> None:
         real_root(Path("runs/other"), 45, parts=TREE)
         Path("runs/other/iter_0000045").rename("runs/demo/iter_0000045")
     elif command == "fetch":
-        Path("copies").mkdir()
+        Path("copies/gpt").mkdir(parents=True)
         copy_directory(Path("runs/demo/iter_0000040"), Copy("copies/gpt"))
 
 

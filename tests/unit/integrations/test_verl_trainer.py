@@ -167,8 +167,9 @@ def is_free(root: Path) -> bool:
 
 def test_verls_remote_directory_gets_each_step_before_it_is_pruned(run):
     """Catches: ``default_hdfs_dir`` without a copy; a step that is pruned before; an end without the
-    last copy; a place that is not made."""
+    last copy."""
     there = run.there / "runs/new"
+    there.mkdir(parents=True)
     checkpoints = run.start(
         settings={**SETTINGS, "retention": LatestN(1)}, default_hdfs_dir=str(there)
     )
@@ -184,8 +185,9 @@ def test_verls_remote_directory_gets_each_step_before_it_is_pruned(run):
 
 def test_an_end_tells_which_copies_are_missing_and_gives_the_root_back(run):
     """Catches: a machine that is given back with the only copy; an end that hangs or raises for it."""
-    (run.there / "file").touch()
-    copies = [Copy(str(run.there / "file"), name="far", attempts=1)]
+    (run.there / "place/global_step_1/of-another").mkdir(parents=True)
+    (run.there / "place/global_step_1/of-another/file").touch()
+    copies = [Copy(str(run.there / "place"), name="far", attempts=1)]
     checkpoints = run.start(settings={**SETTINGS, "copies": copies})
     assert checkpoints.controller.config.jobs_drain_s == 3600.0
     save(checkpoints, 1)
