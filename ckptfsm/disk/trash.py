@@ -1,8 +1,8 @@
 """The only module that deletes files of a root.
 
 Deleted are discarded directories and left-out parts in the trash, our temporary files, markers that are
-over, staged files of a killed writer, and what a fetch left that is given up. Removal goes in bounded
-slices and never follows a link.
+over, and staged files of a killed writer. So is what a fetch left that is given up. Removal goes in
+bounded slices and never follows a link.
 """
 
 from __future__ import annotations
