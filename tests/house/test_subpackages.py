@@ -77,7 +77,11 @@ LIBRARIES = {
 }
 HEAVY = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
 WITH_TORCH = {*TORCH, "demo"}
-DELETERS = {"disk/trash.py", "adapters/posix_storage.py"}
+DELETERS = {
+    "disk/trash.py",
+    "adapters/posix_storage.py",
+    "places/fsspec_place.py",  # in a place for copies, which lies in no root
+}
 CORE = [module for module in MODULES if subpackage(module) == "core"]
 
 
