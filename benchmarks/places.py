@@ -99,8 +99,9 @@ class PlainSide:
 
 def _made(url: str) -> str:
     """The place ``url``. A directory is made: the library itself makes none."""
-    if "://" not in url:
-        Path(url).mkdir(parents=True)
+    path = url.removeprefix("file://")
+    if "://" not in path:
+        Path(path).mkdir(parents=True)
     return url
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -151,8 +152,8 @@ class ObjectPlace:
     def put(self, name: str, pieces: Iterator[bytes], size: int, digest: str) -> None:
         part = max(_PART_BYTES, -(-size // _MOST_PARTS))
         watched = _Pieces(pieces)
-        body: Any = watched if size > _PART_BYTES else b"".join(watched)
-        with self._named(name, "put", watched):
+        with closing(watched), self._named(name, "put", watched):
+            body: Any = watched if size > _PART_BYTES else b"".join(watched)
             obstore.put(
                 self._store,
                 name,
@@ -198,23 +199,32 @@ class ObjectPlace:
 
 
 class _Pieces:
-    """The pieces of a file, and the error that ended them: the store tells it in its own words."""
+    """The pieces of a file, and the error that ended them: the store tells it in its own words.
+
+    They are made on another thread: on the store's own, a look at the claim would call into the store
+    while it waits for them, which it does not bear.
+    """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
+        self._beside = ThreadPoolExecutor(1)
         self.error: BaseException | None = None
+
+    def close(self) -> None:
+        self._beside.shutdown()
 
     def __iter__(self) -> Iterator[bytes]:
         return self
 
     def __next__(self) -> bytes:
         try:
-            return next(self._pieces)
-        except StopIteration:
-            raise
+            piece = self._beside.submit(next, self._pieces, None).result()
         except BaseException as error:
             self.error = error
             raise
+        if piece is None:
+            raise StopIteration
+        return piece
 
 
 def _lacks_bucket(error: FileNotFoundError) -> bool:
