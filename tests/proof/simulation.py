@@ -53,7 +53,7 @@ AIMED: MappingProxyType[State, int] = MappingProxyType(  # how many runs aim at 
         State.SHARDS_WRITTEN: 50,
         State.FINALIZED: 200,
         State.PRUNABLE: 120,
-        State.FAILED: 240,
+        State.FAILED: 300,
     }
 )
 _COUNTED = ("runs", "storage calls", "saves", "journals", *REPLAYED)

@@ -183,7 +183,7 @@ class Scenario:
         site.aim_stops = self.rivals = choose.random() < 0.4
         self.jostling, self.takeovers = 1.0, 0.4
         # The job after a kill runs on another host, which may not see yet what was moved.
-        late = aim is State.PRUNABLE and not self.rivals
+        late = aim in (State.PRUNABLE, State.FINALIZED) and not self.rivals
         site.lag_s, site.patient = _LATE_S if late else 0.0, False
         if aim is not State.PRUNABLE and choose.random() < 0.5:
             self.retention = KeepAll()  # the damaged step is never the only one
