@@ -8,9 +8,8 @@ import typer
 
 from ckptfsm.cli.bar import progress_bar
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.core.layout import TRACKER, TRACKER_BYTES, parse_tracker
 from ckptfsm.core.units import bytes_text
-from ckptfsm.places.fetching import CopyFound, choose, copies_in, problems_of
+from ckptfsm.places.fetching import CopyFound, choose, copies_in, named_in, problems_of
 from ckptfsm.places.place import place_at
 from ckptfsm.views.timeline import clean
 
@@ -18,8 +17,7 @@ from ckptfsm.views.timeline import clean
 def list_copies(url: str, *, as_data: bool) -> None:
     """Print the copies in a place, the latest first, then what is not committed."""
     place = place_at(url)
-    copies, tracker = copies_in(place), place.read(TRACKER)
-    named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
+    copies, named = copies_in(place), named_in(place)
     rows = [_row(copy, named) for copy in copies]
     if as_data:
         put_json({"place": place.where, "copies": rows})

@@ -132,6 +132,12 @@ def _claim_of(place: CopyPlace, name: str) -> Claim | None:
         return None
 
 
+def named_in(place: CopyPlace) -> int | str | None:
+    """The content of the tracker of a place, see ``parse_tracker``; None if there is none."""
+    tracker = place.read(TRACKER)
+    return parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
+
+
 def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> CopyFound:
     """The latest copy, or that of ``step``.
 
@@ -165,8 +171,7 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
 
 def _require_named(place: CopyPlace, whole: Sequence[CopyFound]) -> None:
     """Raise ``CopyDamaged`` if the place's tracker names a step that has no whole copy."""
-    tracker = place.read(TRACKER)
-    named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
+    named = named_in(place)
     if not isinstance(named, int) or any(copy.step == named for copy in whole):
         return
     older = _steps(whole)

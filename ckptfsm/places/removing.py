@@ -16,10 +16,10 @@ from functools import partial
 
 from ckptfsm.core.documents import encode
 from ckptfsm.core.jobs import turn
-from ckptfsm.core.layout import CLAIM, MANIFEST, TRACKER, TRACKER_BYTES, parse_tracker
+from ckptfsm.core.layout import CLAIM, MANIFEST
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.durable import TEMPORARY
-from ckptfsm.places.fetching import CopyFound, copies_in
+from ckptfsm.places.fetching import CopyFound, copies_in, named_in
 from ckptfsm.places.place import CopyPlace
 
 _AT_ONCE = 8
@@ -39,11 +39,10 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
     objects. Raises ``PlaceFailed``, and ``NewerSchema`` if a newer version wrote there; nothing is
     removed then.
     """
-    copies, tracker = copies_in(place), place.read(TRACKER)
+    copies, named = copies_in(place), named_in(place)
     latest = _latest(copies, keep, epoch)
     if len(latest) < keep:
         return
-    named = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
     for copy in copies:
         if copy.data is None and copy.claim is None:
             place.remove_empty(copy.name)  # a removal was cut short after the claim

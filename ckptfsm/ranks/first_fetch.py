@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -48,19 +47,25 @@ class FirstFetch:
         # A daemon: no interrupt waits for a server that does not answer.
         thread = Thread(target=self._fetch, args=(fetch,), name="ckptfsm-fetch", daemon=True)
         thread.start()
-        for turn in count(1):
-            with suppress(Empty):
-                found = self._outcome.get(timeout=min(tell_s, _TELL_S))
-                if isinstance(found, BaseException):
-                    raise found
-                return found
+        found, turns = self._ended(tell_s), count(1)
+        while found is None:
             try:
                 share_answer(self._transport, Answer(StillFetching()))
-                self._tell(turn)
+                self._tell(next(turns))
             except BaseException:
                 self._given_up = True
                 raise
-        raise AssertionError("count does not end")
+            found = self._ended(tell_s)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _ended(self, tell_s: float) -> str | BaseException | None:
+        """The result or the error of the thread; None while it runs, after a wait."""
+        try:
+            return self._outcome.get(timeout=min(tell_s, _TELL_S))
+        except Empty:
+            return None
 
     def _fetch(self, fetch: Callable[[Progress], str]) -> None:
         try:
