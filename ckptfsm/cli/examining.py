@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ckptfsm.cli.changing import OwnerEnded, owned
-from ckptfsm.cli.reading import HERE, REFUSED, RUNBOOK, Json, Place, Root, opened
+from ckptfsm.cli.reading import HERE, REFUSED, RUNBOOK, Json, Place, Root, opened, url_of
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
 from ckptfsm.core.findings import Finding, Severity, examine
@@ -48,6 +48,12 @@ def doctor(
     """
     root = place or root
     refused = 0
+    if url := url_of(root):
+        raise ConfigError(
+            f"{url} has copies, and is no root: ckptfsm ls {url}, ckptfsm verify {url}. If it was "
+            "downloaded to be a root, start the job with it",
+            root=url,
+        )
     with opened(root) as storage:
         found = findings_of(storage)
         repairs = any(each.severity is not Severity.NOTE for each in found)

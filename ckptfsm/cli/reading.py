@@ -18,6 +18,7 @@ from ckptfsm.cli.terminal import Console, folded, put, put_json
 from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError, describe
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
+from ckptfsm.core.layout import EPOCHS, RUN
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import why_damaged
@@ -83,9 +84,15 @@ def add_to(app: typer.Typer) -> None:
 
 
 def url_of(root: Path) -> str:
-    """The URL of a place for copies that was given for a root; "" for a path. ``Path`` takes a slash."""
+    """The URL or path of a place for copies that was given for a root; "" for a root.
+
+    ``Path`` takes a slash of a URL.
+    """
     scheme, colon, rest = str(root).partition(":/")
-    if not colon or not re.fullmatch("[A-Za-z][A-Za-z0-9+.-]+", scheme) or root.exists():
+    if root.exists():
+        copies = (root / RUN).exists() and not (root / EPOCHS).exists()
+        return str(root) if copies else ""
+    if not colon or not re.fullmatch("[A-Za-z][A-Za-z0-9+.-]+", scheme):
         return ""
     return f"{scheme}:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
 
@@ -109,7 +116,7 @@ def ls(
 ) -> None:
     """List the checkpoints: step, state, age, size, and what keeps each.
 
-    ROOT may be the URL of a place with copies, such as s3://bucket/run: then its copies are listed.
+    ROOT may be a place with copies, such as s3://bucket/run: then its copies are listed.
     """
     if url := url_of(place or root):
         from ckptfsm.cli.copies import list_copies  # here: a list of a root needs no places

@@ -21,23 +21,23 @@ LINES = MappingProxyType(
     {
         "": 140,
         "adapters": 3520,
-        "cli": 1990,
-        "coordinator": 2210,
-        "core": 7060,
+        "cli": 2000,
+        "coordinator": 2230,
+        "core": 7100,
         "dcp": 4970,
         "demo": 1030,
         "disk": 4830,
         "follow": 1210,
         "integrations": 5620,
         "megatron": 2100,
-        "places": 2100,
+        "places": 2140,
         "ranks": 4610,
         "testing": 2340,
         "views": 1380,
         "writers": 2310,
     }
 )
-WORDS, PAGES = 59_100, 63  # of Markdown in docs and specs
+WORDS, PAGES = 59_300, 63  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (340, 63), (510, 78)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen

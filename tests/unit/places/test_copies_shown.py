@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import ran, said
-from copying import Counted, Killed, carry, root_with
+from copying import Counted, Killed, carry, new_place, root_with
 
 from ckptfsm.cli.reading import url_of
 
@@ -64,6 +64,20 @@ def test_a_place_that_is_not_there_is_told(tmp_path, capsys):
     for command in ("ls", "verify"):
         status, _, err = ran(capsys, command, f"file://{tmp_path}/missing")
         assert (status, "mounted on this host" in err) == (1, True)
+
+
+def test_a_directory_with_copies_is_not_taken_for_a_root(tmp_path, capsys):
+    """Catches: advice to repair a place, which would make a root of it."""
+    place = tmp_path / "place"
+    storage = root_with(tmp_path / "root", 10)
+    carry(new_place(place), storage, 10)
+    storage.close_root()
+    assert said(capsys, "ls", place) == said(capsys, "ls", f"file://{place}")
+    assert said(capsys, "verify", place) == "step 10: good, 5 files\n"
+    status, _, err = ran(capsys, "doctor", place, "--fix", "--yes")
+    assert (status, "is no root" in err) == (2, True)
+    assert "iter_0000010" in said(capsys, "tree", tmp_path / "root"), "a root that is copied is one"
+    assert "nothing is wrong" in said(capsys, "doctor", tmp_path / "root")
 
 
 def test_a_url_survives_as_a_path(tmp_path, monkeypatch):
