@@ -46,7 +46,7 @@ class Situation:
     """The facts about a root that findings are made from.
 
     - ``decided``: the plan of a start, or the error with which it would be refused.
-    - ``quarantined``, ``trashed``: names of directories there.
+    - ``quarantined``, ``trashed``, ``fetching``: names of directories there.
     - ``processes``: processes of this host that have files of the root open, beside its owner.
     - ``forked``: processes of this host that a trainer forked, which have only its lock and journal.
     - ``free_bytes``: free on the disk.
@@ -73,6 +73,7 @@ class Situation:
     newest_segment: int = 0
     jobs: tuple[JobRecord, ...] = ()
     held: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    fetching: tuple[str, ...] = ()
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
@@ -82,6 +83,7 @@ _PUT_BACK = "put a good copy back; begin again only if there is none"
 _PUT_BACK_OR_RESTORE = "put a good copy back, or: ckptfsm quarantine restore {name}"
 _AS_SAID = "do as the message says: nothing is lost, and no step has to be given up"
 _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last copy"
+_FETCH = "fetch it again: what is there counts; or see the runbook"
 _MOVE_OUT = "look at it, then move it out of the root"
 _MOVE_FILES_OUT = "move them out: the step takes them along when it is pruned"
 _NAMED = 3  # of many files
@@ -296,6 +298,9 @@ def _of_names(facts: Situation) -> Iterator[Finding]:
     if facts.trashed and facts.owner.ownership is not Ownership.LIVES:
         words = f"{_names(facts.trashed)} in the trash; a start deletes those given up"
         yield Finding("trash-in-use", _NOTE, words, "")
+    if facts.fetching:
+        words = f"{_names(facts.fetching)} half fetched, and nothing deletes them"
+        yield Finding("fetch-cut-short", _NOTE, words, _FETCH)
     if facts.lost_segments:
         words = f"old files of the journal are gone: {', '.join(facts.lost_segments)}"
         yield Finding("journal-shortened", _REPAIRED, words, _START)

@@ -12,7 +12,7 @@ from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Ownership
 from ckptfsm.core.findings import Situation
-from ckptfsm.core.layout import JOURNAL, LOCK, QUARANTINE, TRASH
+from ckptfsm.core.layout import FETCHING, JOURNAL, LOCK, QUARANTINE, TRASH, parse_attempt
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery import Plan, Resume, plan
@@ -78,6 +78,7 @@ def collect(storage: Storage, overview: Overview) -> Situation:
         overview.history.newest_epoch,
         tuple(read_records(storage)),
         overview.held,
+        tuple(name for name in list_names(storage, FETCHING) if parse_attempt(name) is not None),
     )
 
 

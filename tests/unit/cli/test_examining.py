@@ -167,6 +167,11 @@ def _cut(root: Path) -> None:
     (root / ".ckptfsm/journal/000002.ndjson").unlink()
 
 
+def _fetch_cut_short(root: Path) -> None:
+    real_root(root, 10)
+    (root / ".ckptfsm/fetching/20.e1.a2").mkdir(parents=True)
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F17": ("prune-interrupted", _prune_interrupted),
     "F18 torn": ("tracker-unreadable", _tracker("")),
@@ -189,6 +194,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F30": ("directory-unknown", _unknown),
     "withdrawn": ("quarantine-in-use", _withdrawn),
     "files of others": ("files-of-others", _files_of_others),
+    "a fetch that was killed": ("fetch-cut-short", _fetch_cut_short),
     "F1 written": ("save-to-complete", _to_complete),
     "rollback": ("rollback-refused", _refused_rollback),
 }
@@ -200,6 +206,7 @@ LEFT_TO_PEOPLE = {
     "name-not-a-directory",
     "directory-unknown",
     "quarantine-in-use",
+    "fetch-cut-short",
     "files-of-others",
     "save-to-complete",
     "rollback-refused",
