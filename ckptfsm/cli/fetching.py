@@ -62,6 +62,9 @@ def _brought_back(
     with opened_storage(root) as storage, progress_bar() as bar:
         told = partial(bar.advance, bar.add_task(chosen.name, total=total))
         back = BringBack(storage, this_process(), place, copies, told)
-        fetched = back.run(chosen)
-    said = f"fetched {chosen.name}, {bytes_text(total)}, from {place.where}"
-    return [clean(said)] if fetched else []
+        aside = back.run(chosen)
+    if aside is None:
+        return []
+    lines = [f"{chosen.name} was damaged, and is now {aside}"] if aside else []
+    lines.append(f"fetched {chosen.name}, {bytes_text(total)}, from {place.where}")
+    return [clean(line) for line in lines]

@@ -5,8 +5,9 @@
 | 1 | The root gets the mark of its run, and an epoch above all in the place | a root of that run |
 | 2 | The files, the manifest last, see ``places.fetching`` | a half fetch: a start at zero is refused |
 | 3 | ``.ckptfsm/fetching/<attempt>.whole``: it was fetched | the same |
-| 4 | The directory gets its published name, the tracker names it | a checkpoint that a start adopts |
-| 5 | The start adopts it without a pin, and removes the mark | the mark, which the next start removes |
+| 4 | What is left of this checkpoint, damaged, goes to quarantine | a fetch that goes on |
+| 5 | The directory gets its published name, the tracker names it | a checkpoint that a start adopts |
+| 6 | The start adopts it without a pin, and removes the mark | the mark, which the next start removes |
 """
 
 from __future__ import annotations
@@ -22,12 +23,22 @@ from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.opening import refuse_other_layout
 from ckptfsm.core.documents import RunMark, decode
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
-from ckptfsm.core.layout import FETCHING, RUN, TRACKER, Layout, fetched_mark, parse_attempt
+from ckptfsm.core.layout import (
+    FETCHING,
+    RUN,
+    TRACKER,
+    Layout,
+    fetched_mark,
+    parse_attempt,
+    quarantine_dir,
+)
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import list_names, lookup, put
 from ckptfsm.disk.inspection import read_commit
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.ownership import RootOwnership, open_root
+from ckptfsm.disk.setting_aside import move_aside
+from ckptfsm.disk.verification import verify_directory
 from ckptfsm.places.fetching import (
     CopyFound,
     Fetch,
@@ -55,16 +66,18 @@ class BringBack:
     copies: Sequence[CopyFound]
     told: Progress
 
-    def run(self, chosen: CopyFound) -> bool:
-        """Fetch a copy and publish it, see the module. False if the root has it already.
+    def run(self, chosen: CopyFound) -> str | None:
+        """Fetch a copy and publish it, see the module. None if the root has it already, undamaged.
 
+        Returns where the damaged checkpoint is that had its name, "" if there was none.
         The caller has opened and closed the root before, if it was used. Raises ``StepExistsError`` if
         another checkpoint has the name, and the errors of ``Fetch.run`` and ``adopt_directory``.
         """
         refuse_other_layout(self.storage, chosen.layout, read_history(self.storage))
         if self._has(chosen):
             self.begin()  # the disk may be an older one, see ``carrying``
-            return False
+            return None
+        aside = ""
         with self._owned() as ownership:
             fetch = Fetch(
                 self.place, self.storage, chosen, older_than(chosen, self.copies), self.told
@@ -73,8 +86,11 @@ class BringBack:
             of = parse_attempt(source.rpartition("/")[2])
             assert of is not None, "the name that fetching_dir gives"
             put(self.storage, fetched_mark(of), b"", tag=ownership.tag)
+            if lookup(self.storage, chosen.name) is not None:
+                ownership.check()
+                aside = move_aside(self.storage, chosen.name, quarantine_dir(of))
         adopt_directory(self.storage, self.identity, chosen.layout, source, chosen.step)
-        return True
+        return aside
 
     def begin(self) -> None:
         """Let the root go on as the run of the place: see step 1."""
@@ -82,7 +98,10 @@ class BringBack:
             pass
 
     def _has(self, chosen: CopyFound) -> bool:
-        """True if the root has this very checkpoint. Raises ``StepExistsError`` for another one."""
+        """True if the root has this very checkpoint; False if one of its files is damaged, too.
+
+        Raises ``StepExistsError`` for another one.
+        """
         name = chosen.name
         if lookup(self.storage, name) is None:
             return False
@@ -91,7 +110,7 @@ class BringBack:
             raise StepExistsError(
                 f"{name} is taken by another checkpoint", step=chosen.step, file=name
             )
-        return True
+        return verify_directory(self.storage, name, chosen.layout, chosen.step).good
 
     @contextmanager
     def _owned(self) -> Iterator[RootOwnership]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
 from copying import Counted, Killed, carry, contents, every_kind, new_place, root_with
 from real_roots import TREE, crashed, real_job
 
+from ckptfsm.coordinator import bringing_back
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import FETCHING, MANIFEST, RUN, TRACKER
 from ckptfsm.core.lifecycle import State
@@ -66,6 +70,32 @@ def test_what_is_there_is_not_fetched_again_and_another_attempt_is_refused(
     root_with(other, 20).close_root()
     status, _, err = ran(capsys, "fetch", url, other)
     assert (status, "taken by another checkpoint" in err) == (3, True)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "gone"])
+def test_what_the_root_has_damaged_is_fetched_again(
+    damage, copied, url, tmp_path, capsys, monkeypatch
+):
+    """Catches: a fetch that says all is well by the name alone; a crash that leaves neither."""
+    file = copied / "iter_0000020/__0_0.distcp"
+    before = contents(copied / "iter_0000020")
+    file.write_bytes(b"?" * file.stat().st_size)
+    if damage == "gone":
+        shutil.rmtree(copied / "iter_0000010")
+        file.unlink()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(bringing_back, "adopt_directory", Mock(side_effect=Killed))
+        ran(capsys, "fetch", url, copied)
+    with pytest.raises(DamagedRoot) if damage == "gone" else nullcontext():
+        crashed(real_job(copied))
+    assert "fetched" in said(capsys, "fetch", url, copied)
+    assert contents(copied / "iter_0000020") == before
+    aside = said(capsys, "quarantine", "ls", copied)
+    assert "20.e1.a2" in aside
+    assert not (copied / FETCHING).exists()
+    job = real_job(copied)
+    assert job.coordinator.ledger.latest().step == 20
+    crashed(job)
 
 
 def test_a_killed_fetch_publishes_nothing_and_the_next_one_goes_on(copied, url, place, tmp_path):
