@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ckptfsm.core.documents import JobName, JobRecord, JobState, first_problem
 from ckptfsm.core.errors import ConfigError, shorten
+from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 
@@ -29,6 +30,8 @@ _PASSED_OVER = "newer checkpoints came before its turn"
 _WITHDRAWN = "its checkpoint was withdrawn before its turn"
 _PRUNED = "its checkpoint was pruned before its turn"
 _INTERRUPTED = "its process was ended during the last attempt"
+_ROLLED_BACK = "its checkpoint was rolled back afterwards"
+_DAMAGED = "its checkpoint was damaged afterwards"
 Key = tuple[AttemptId, str]
 COPY = "CKPTFSM_COPY"
 """The variable with the ``Copy`` of a job, as JSON."""
@@ -52,6 +55,7 @@ class Task(BaseModel):
     every: Every = 1
     queue: Queue = 8
     hold: bool = False
+    after_rollback: bool = False
 
 
 class Job(Task):
@@ -66,6 +70,8 @@ class Job(Task):
     - ``queue``: checkpoints that may wait; with 1 a slow job takes the newest.
     - ``hold``: no checkpoint is pruned before the job is done for it, and all of them wait. After
       ``attempts`` it goes on with the others, and comes back after the longest pause.
+    - ``after_rollback``: after a rollback the job runs once more for the latest checkpoint that stayed
+      and that it was done for. For a job that tells others which step is the latest.
     - ``environment``: variables of the process, beside the trainer's.
 
     Raises ``ConfigError`` for bad values.
@@ -146,6 +152,7 @@ class Copy(BaseModel):
             every=self.every,
             queue=self.queue,
             hold=self.before_prune,
+            after_rollback=True,
             command="ckptfsm.places.carry:carry",
             environment={COPY: self.model_dump_json()},
         )
@@ -198,6 +205,9 @@ def settle(
     for job in jobs:
         after |= {key_of(new): new for new in _new_ones(job, before, checkpoints, saved, epoch)}
         after |= {key_of(late): late for late in _too_many(job, after.values(), untouched)}
+        if job.after_rollback:
+            ended = [each for key, each in after.items() if key not in untouched]
+            after |= {key_of(each): each for each in _once_more(job, ended, checkpoints)}
     for name in {job for _, job in after}:
         of_job = [each for each in after.values() if each.job == name]
         gone = [each for each in of_job if not is_there(checkpoints.get(each.of))]
@@ -270,6 +280,32 @@ def _new_ones(
     if job.hold:  # those from before it was configured, too
         new = [of for of in due if of in new or (of in tracked and (of, job.name) not in records)]
     return [_fate(first_record(of, job.name), checkpoints.get(of), job) for of in new]
+
+
+def _once_more(
+    job: Task, records: Iterable[JobRecord], checkpoints: Mapping[AttemptId, Checkpoint]
+) -> list[JobRecord]:
+    """The records that change after a rollback: the latest that stayed waits again.
+
+    Those that were withdrawn stay done, and their reason tells that they were counted. One that was
+    withdrawn as damaged was not given up: what the job made of it is the latest.
+    """
+    latest = max((c.step for c in checkpoints.values() if is_there(c)), default=None)
+    done = [each for each in records if each.job == job.name and each.state is JobState.DONE]
+    stayed = [each for each in done if _is_tracked(each, checkpoints)]
+    above = [each for each in done if not each.reason and latest is not None and each.step > latest]
+    damaged = [each for each in above if _is_damaged(checkpoints.get(each.of))]
+    seen = [
+        _with(each, JobState.DONE, _DAMAGED if each in damaged else _ROLLED_BACK) for each in above
+    ]
+    if not stayed or len(damaged) == len(above):
+        return seen
+    again = max(stayed, key=lambda each: each.step)
+    return [first_record(again.of, job.name), *seen]
+
+
+def _is_damaged(checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and checkpoint.reason in UNUSABLE
 
 
 def first_record(of: AttemptId, job: str, reason: str = "") -> JobRecord:

@@ -8,7 +8,7 @@
 | 4 | Look what is there: an object counts if its size and digest are right | the same |
 | 5 | All other files, two at a time; each digest is compared before its object appears | whole objects |
 | 6 | Look again, then the manifest, create only: this is the commit | a copy |
-| 7 | The tracker, compare and swap, to a later attempt only | the next copy moves it |
+| 7 | The tracker, compare and swap: later attempts only, but after a rollback | the next copy moves it |
 | 8 | With ``keep``, earlier copies go: manifest, files, claim | a claim, which the next copy removes |
 
 So a copy without a manifest is none, and any machine may complete it. No local record is needed: where
@@ -21,6 +21,9 @@ before the last piece of each file, without which nothing appears, so it stops.
 
 A copy of an earlier attempt, as after a rollback, stays, unless ``replaces`` is set. Then the manifest
 goes once the claim is the later attempt's: a crash from there on leaves a copy that is not committed.
+
+What the tracker names is the latest copy. It goes to a later attempt only; or back, from a step that
+this root has saved and left behind in a rollback.
 
 The claim comes first and goes last. So objects without one are a stranger's, and their directory is
 refused. A claim without a manifest may be a copy that has begun, or one that is half removed. Only what
@@ -66,6 +69,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, lookup
 from ckptfsm.disk.inspection import read_manifest, read_tracker
+from ckptfsm.disk.journal import saved_since
 from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.ownership import newest_epoch
 from ckptfsm.disk.pieces import Pieces, ToRead
@@ -149,7 +153,7 @@ class Carrier:
         source = source_of(self.storage, name)
         todo: Sequence[FileEntry] = ()
         committed = self.place.read(f"{name}/{MANIFEST}") == source.data
-        if not committed or self._of_other_sizes(name, source.files):
+        if not committed or self._missing(name, source.files):
             self._require_that_it_is_there()
             if not self.sole_writer:
                 probe(self.place)
@@ -202,20 +206,15 @@ class Carrier:
 
     # -- what is there
 
-    def _of_other_sizes(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
-        """The files that are not in the place, or have another size there."""
-        sizes = self.place.listed(name)
-        return [entry for entry in files if sizes.get(entry.name) != entry.bytes]
-
     def _missing(self, name: str, files: Sequence[FileEntry]) -> list[FileEntry]:
         """The files that are not in the place, or have another size or digest there."""
-        other = set(self._of_other_sizes(name, files))
-        same = [entry for entry in files if entry not in other]
+        sizes = self.place.listed(name)
+        same = [entry for entry in files if sizes.get(entry.name) == entry.bytes]
         paths = [f"{name}/{entry.name}" for entry in same]
         with ThreadPoolExecutor(_LOOKS) as looks:
             found = looks.map(self.place.digest, paths)
-            other |= {e for e, digest in zip(same, found, strict=True) if digest != e.digest}
-        return [entry for entry in files if entry in other]
+            good = {e.name for e, digest in zip(same, found, strict=True) if digest == e.digest}
+        return [entry for entry in files if entry.name not in good]
 
     def _sweep(self, name: str, files: Sequence[FileEntry]) -> None:
         """Remove what killed carriers have left half-written in a directory."""
@@ -272,10 +271,15 @@ class Carrier:
         raise PlaceFailed("the claim changes all the time", place=self.place.where, object=path)
 
     def _refuse_strangers(self, name: str) -> None:
-        """Raise ``PlaceInUse`` for a directory that has objects and was never claimed."""
+        """Raise ``PlaceInUse`` for a directory that has objects and was never claimed.
+
+        HDFS has no claim for a moment while it is replaced, but the temporary object of the new one.
+        """
         if self.place.read(f"{name}/{CLAIM}") is not None:
             return
         listed = self.place.listed(name)
+        if any(each.startswith(f"{CLAIM}{TEMPORARY}") for each in listed):
+            return
         found = [each for each in sorted(listed) if TEMPORARY not in each.rpartition("/")[2]]
         if found and self.place.read(f"{name}/{CLAIM}") is None:  # else claimed and sent meanwhile
             where = f"{self.place.where}/{name}"
@@ -348,7 +352,7 @@ class Carrier:
     # -- the tracker
 
     def _move_tracker(self, of: AttemptId) -> None:
-        """Let the tracker of the place name this copy, unless it names one of a later attempt."""
+        """Let the tracker of the place name this copy, unless it names a later one that is in use."""
         text = tracker_text(of.step)
         for _ in range(_TRIES):
             found = self.place.read(TRACKER)
@@ -356,7 +360,7 @@ class Carrier:
                 if self.place.create(TRACKER, text) == text:
                     return
                 continue
-            if found == text or not self._is_older(found, of):
+            if found == text or not self._gives_way(found, of):
                 return
             if self.place.replace(TRACKER, text, found):
                 return
@@ -364,8 +368,9 @@ class Carrier:
             "the tracker changes all the time", place=self.place.where, object=TRACKER
         )
 
-    def _is_older(self, tracker: bytes, of: AttemptId) -> bool:
-        """True if the tracker names nothing, no copy that can be read, or one of an earlier attempt."""
+    def _gives_way(self, tracker: bytes, of: AttemptId) -> bool:
+        """True if the tracker names nothing, no copy that can be read, an earlier attempt, or one that
+        the root gave up."""
         step = parse_tracker(tracker[:TRACKER_BYTES])
         if not isinstance(step, int):
             return True
@@ -377,18 +382,33 @@ class Carrier:
             theirs = decode(Manifest, data, path).of if data is not None else None
             if theirs is not None and self._is_of_a_later_life(theirs, name):
                 raise self._of_an_older_disk(theirs)
-            return theirs is None or turn(theirs) < turn(of)
+            return theirs is None or self._is_later(of, theirs, name)
         except NewerSchema:
             raise
         except DamagedRoot:  # for ``verify`` to tell: later copies do not wait for a person
             return True
 
+    def _is_later(self, of: AttemptId, theirs: AttemptId, name: str) -> bool:
+        """True if this copy is later than theirs: as the root knows, or else by its attempt.
+
+        The root is asked after the place, whose tracker must be the same when it is replaced. So a
+        process that was frozen in between moves nothing.
+        """
+        in_use = read_tracker(self.storage).step
+        if in_use is not None and of.step <= in_use:
+            if self._is_here(theirs, name):  # one of the two may be another run's, that was adopted
+                return theirs.step < of.step
+            if in_use < theirs.step and theirs in saved_since(self.storage, theirs.epoch):
+                return True  # this root went back
+        return turn(theirs) < turn(of)
+
     def _is_of_a_later_life(self, theirs: AttemptId, name: str) -> bool:
-        """True if no process that owned this root can have made an attempt."""
-        if theirs.epoch <= newest_epoch(self.storage):
-            return False
+        """True if no owner of this root can have made an attempt, and no person put it here."""
+        return theirs.epoch > newest_epoch(self.storage) and not self._is_here(theirs, name)
+
+    def _is_here(self, theirs: AttemptId, name: str) -> bool:
         here = read_manifest(self.storage, name)
-        return here is None or here.of != theirs  # else a person put it here
+        return here is not None and here.of == theirs
 
     def _of_an_older_disk(self, theirs: AttemptId) -> PlaceInUse:
         where, root = self.place.where, self.storage.root

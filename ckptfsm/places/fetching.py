@@ -139,15 +139,17 @@ def named_in(place: CopyPlace) -> int | str | None:
 
 
 def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> CopyFound:
-    """The latest copy, or that of ``step``.
+    """The copy of ``step``; that which the tracker names if it is None, or else the latest attempt.
 
-    Raises ``StepNotFoundError``. Raises ``CopyDamaged`` if the manifest of that copy is damaged, also if
-    a damaged one may be later than the latest: an older one is never taken without a word.
+    Raises ``StepNotFoundError``. Raises ``CopyDamaged`` if that copy is damaged, or if a damaged one may
+    be later than the latest attempt: an older one is never taken without a word.
     """
     whole = [copy for copy in copies if copy.manifest is not None]
-    found = [copy for copy in whole if step is None or copy.step == step]
+    named = named_in(place) if step is None else step
+    wanted = named if isinstance(named, int) else None
+    found = [copy for copy in whole if wanted in (None, copy.step)]
     for copy in copies:
-        asked = copy.step == step if step is not None else _may_be_later(copy, found)
+        asked = copy.step == wanted if wanted is not None else _may_be_later(copy, found)
         if copy.is_damaged and asked:
             older = older_than(copy, copies)
             how = f"ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
@@ -159,8 +161,8 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
                 step=copy.step,
                 older=older,
             )
-    if step is None:
-        _require_named(place, whole)
+    if not found and step is None and wanted is not None:
+        raise _without_its_copy(place, wanted, whole)
     if not found:
         what = f"no copy of step {step}" if step is not None else "no copy"
         raise StepNotFoundError(
@@ -169,14 +171,10 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
     return found[0]
 
 
-def _require_named(place: CopyPlace, whole: Sequence[CopyFound]) -> None:
-    """Raise ``CopyDamaged`` if the place's tracker names a step that has no whole copy."""
-    named = named_in(place)
-    if not isinstance(named, int) or any(copy.step == named for copy in whole):
-        return
+def _without_its_copy(place: CopyPlace, named: int, whole: Sequence[CopyFound]) -> CopyDamaged:
     older = _steps(whole)
     way = f": ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
-    raise CopyDamaged(
+    return CopyDamaged(
         f"{place.where}/{TRACKER} names step {named}, which has no whole copy any more; steps with one: "
         f"{list(older)}{way}",
         place=place.where,

@@ -1,8 +1,10 @@
 """Which copies of a run stay in a place, and how the others go: ``Copy(keep=N)``.
 
-The N latest stay, those of the latest attempts. Only copies of this root's epochs count, and only those
-go: a checkpoint that was adopted from another run may have a later epoch. In a directory the manifest
-goes first, then the files, then the claim. So a crash leaves a copy, or a claim without a manifest.
+The N latest stay: the copy that the tracker names, and those of earlier attempts with lower steps. What
+a rollback left behind has higher steps. It does not count, and goes once the place names the step in
+use. Only copies of this root's epochs count, and only those go: a checkpoint that was adopted from
+another run may have a later epoch. In a directory the manifest goes first, then the files, then the
+claim. So a crash leaves a copy, or a claim without a manifest.
 
 Such a claim may also be of a copy that has only begun. If it is earlier than the N latest, nobody needs
 either: all of it goes. Its carrier, if there is one, finds the N later copies at its next attempt.
@@ -27,12 +29,13 @@ _AT_ONCE = 8
 
 def is_surplus(place: CopyPlace, of: AttemptId, keep: int, epoch: int) -> bool:
     """True if the place has ``keep`` copies of later attempts, up to ``epoch``."""
-    latest = _latest(copies_in(place), keep, epoch)
+    latest = _latest(copies_in(place), named_in(place), keep, epoch)
     return len(latest) == keep and turn(of) < min(latest)
 
 
 def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) -> None:
-    """Remove all copies, whole or begun, that are earlier than the ``keep`` latest.
+    """Remove all copies, whole or begun, that are earlier than the ``keep`` latest; and what a rollback
+    left behind.
 
     The copy that the tracker names stays, and that of ``in_use``, the step in the root's own tracker. So
     does one whose manifest or claim cannot be decoded, and one in whose directory somebody put other
@@ -40,20 +43,31 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
     removed then.
     """
     copies, named = copies_in(place), named_in(place)
-    latest = _latest(copies, keep, epoch)
+    latest = _latest(copies, named, keep, epoch)
     if len(latest) < keep:
         return
     for copy in copies:
         if copy.data is None and copy.claim is None:
             place.remove_empty(copy.name)  # a removal was cut short after the claim
-        elif copy.step not in (named, in_use) and _is_earlier(copy, min(latest), epoch):
-            _remove(place, copy)
+        elif copy.step not in (named, in_use):
+            left_behind = copy.manifest is not None and turn(copy.manifest.of) not in latest
+            before = max(latest) if left_behind and named == in_use else min(latest)
+            if _is_earlier(copy, before, epoch):
+                _remove(place, copy)
 
 
-def _latest(copies: Iterable[CopyFound], keep: int, epoch: int) -> list[tuple[int, int, int]]:
-    """The turns of the latest copies: so many, or fewer if there are no more."""
-    whole = (copy.manifest.of for copy in copies if copy.manifest is not None)
-    return sorted((turn(of) for of in whole if of.epoch <= epoch), reverse=True)[:keep]
+def _latest(
+    copies: Iterable[CopyFound], named: object, keep: int, epoch: int
+) -> list[tuple[int, int, int]]:
+    """The turns of the latest copies, from the ``named`` step on: so many, or fewer."""
+    of_run = [c.manifest.of for c in copies if c.manifest is not None and c.manifest.epoch <= epoch]
+    there = sorted(of_run, key=turn, reverse=True)
+    first = next((number for number, of in enumerate(there) if of.step == named), 0)
+    branch: list[AttemptId] = []
+    for of in there[first:]:
+        if len(branch) < keep and (not branch or of.step < branch[-1].step):
+            branch.append(of)
+    return [turn(of) for of in branch]
 
 
 def _is_earlier(copy: CopyFound, oldest: tuple[int, int, int], epoch: int) -> bool:

@@ -440,6 +440,15 @@ def test_a_job_goes_on_from_the_bucket_on_an_empty_machine(moto, url, tmp_path, 
     assert is_committed(place_at(url), 5), "the new machine copies on"
 
 
+def test_after_a_rollback_a_new_machine_goes_on_from_the_step_in_use(url, tmp_path, capsys):
+    """Catches: a place that names the branch which was given up until the next copy."""
+    trained(tmp_path / "first", 3, url)
+    said(capsys, "rollback", "2", "--yes", "-r", tmp_path / "first")
+    assert trained(tmp_path / "first", 2, url)[0] == 2
+    said(capsys, "fetch", url, tmp_path / "second")
+    assert trained(tmp_path / "second", 2, url)[0] == 2
+
+
 def test_what_another_program_saved_is_copied_by_the_job_and_resumed_from(
     moto, url, tmp_path, capsys
 ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptfsm.core.config import make_config
@@ -328,6 +330,32 @@ def test_a_job_that_holds_comes_back_after_the_longest_pause():
 
 
 # --------------------------------------------------------------------------------- what is forgotten
+
+
+def test_after_a_rollback_the_latest_that_stayed_waits_again_once():
+    """Catches: a job that goes on naming a step that was given up; one that runs at every look; a step
+    that was damaged taken for one that was given up."""
+    job = UPLOAD.model_copy(update={"after_rollback": True})
+    done = [record(step, J.DONE, job) for step in (10, 20, 30, 40)]
+    gone = {
+        of: replace(each, reason="rollback")
+        for of, each in ledger(s30=S.QUARANTINED, s40=S.QUARANTINED).items()
+    }
+    there = {**ledger(10, 20), **gone}
+    found = settle([job], done, there)
+    assert told(found.waiting) == [(20, "upload", "waiting")]
+    assert told(found.removed) == [(30, "upload", "done")], "the newest tells where the job was"
+    after = {each.step: each for each in [*done[:2], *found.put]}
+    assert "rolled back" in after[40].reason
+    again = settle([job], [done[0], after[40], record(20, J.DONE, job)], there)
+    assert (again.put, again.waiting) == ((), ())
+    assert settle([UPLOAD], done, there).waiting == ()
+    forgotten = settle([job], done, ledger(10, 20))
+    assert told(forgotten.waiting) == [(20, "upload", "waiting")], "by the owner after the next one"
+    lost = {of: replace(each, reason="damaged") for of, each in gone.items()}
+    found = settle([job], done, {**there, **lost})
+    assert found.waiting == ()
+    assert settle([job], [*done[:2], *found.put], ledger(10, 20)).put == ()
 
 
 def test_records_go_with_their_checkpoints():

@@ -33,7 +33,9 @@ from ckptfsm.disk.durable import make_dirs, write_new
 from ckptfsm.places.carry import carry as entry
 from ckptfsm.places.carry import settings_of
 from ckptfsm.places.carrying import Throttle
+from ckptfsm.places.fetching import choose, copies_in
 from ckptfsm.places.place import place_at
+from ckptfsm.places.streamed import temporary_of
 from ckptfsm.testing.harness import SimClock
 
 
@@ -215,12 +217,43 @@ def test_a_copy_is_replaced_if_that_is_asked_for(root, place):
     assert copied(place, 20) == after
 
 
+def test_a_directory_whose_claim_was_lost_while_it_was_replaced_is_ours(root, place):
+    """Catches: a copy that is refused for ever, as a carrier died between two commands of HDFS."""
+    with pytest.raises(Killed):
+        carry(Counted(place, 5), root, 10)
+    place.put(temporary_of(f"iter_0000010/{CLAIM}"), iter([b"half"]), 4, "")
+    place.remove(f"iter_0000010/{CLAIM}")
+    carry(place, root, 10)
+    assert copied(place, 10) == contents(directory(root, 10))
+
+
 def test_the_tracker_follows_the_later_attempt_also_to_a_smaller_step(root, place):
     """Catches: a tracker that names a step of an abandoned branch for ever."""
     carry(place, root, 20)
     saved_again(Path(root.root), 15)
     carry(place, root, 15)
     assert place.read(TRACKER) == b"15\n"
+
+
+def test_after_a_rollback_the_tracker_names_the_step_in_use(root, place, tmp_path):
+    """Catches: a new machine that resumes from the branch that was given up; a copy that an older disk,
+    or another step than the one in use, passes over."""
+    older = Path(shutil.copytree(root.root, tmp_path / "older"))
+    job = real_job(Path(root.root))
+    job.save(30, TREE)
+    for step in (10, 20, 30):
+        carry(place, root, step)
+        assert choose(place, copies_in(place), None).step == step
+    before = real_job(older)  # it knows nothing of 30
+    carry(place, before.storage, 20)
+    assert choose(place, copies_in(place), None).step == 30
+    crashed(before)
+    job.coordinator.rollback(20)
+    carry(place, root, 20)
+    assert choose(place, copies_in(place), None).step == 20
+    carry(place, root, 10)
+    assert place.read(TRACKER) == b"20\n"
+    crashed(job)
 
 
 def test_a_server_that_ignores_conditions_is_refused_unless_one_job_alone_writes(root, place):

@@ -100,12 +100,14 @@ def test_an_earlier_copy_is_not_sent_and_what_was_begun_of_it_goes(root, place):
 
 
 def test_the_latest_are_those_of_the_latest_attempts(root, place):
-    """Catches: the branch that was given up kept for its higher steps."""
+    """Catches: the branch that was given up kept for its higher steps, or counted while it is there."""
     for step in STEPS:
         carry(place, root, step)
     saved_again(Path(root.root), 15)
+    carry(place, root, 15, keep=3)
+    assert steps_in(place) == [10, 15, 20, 30], "no three are there without it"
     carry(place, root, 15, keep=2)
-    assert steps_in(place) == [15, 30]
+    assert steps_in(place) == [10, 15]
     assert carry(place, root, 15, keep=1).files > 3
     assert steps_in(place) == [15]
 
@@ -121,11 +123,12 @@ def test_the_copy_that_the_tracker_names_stays(root, place):
             return name == TRACKER or self._place.replace(name, data, expected)
 
     carry(Named(place), root, 30, keep=1)
-    assert steps_in(place) == [10, 30]
+    assert steps_in(place) == [10, 20, 30], "nor does one go that is later"
 
 
 def test_the_step_in_use_is_copied_and_stays_whatever_its_attempt(root, place):
-    """Catches: the newest checkpoint without a copy, for one of another run that was adopted."""
+    """Catches: the newest checkpoint without a copy, or not named, for one of another run that was
+    adopted."""
     manifest = json.loads((directory(root, 10) / MANIFEST).read_bytes())
     del manifest["crc"]
     (directory(root, 10) / MANIFEST).write_text(json.dumps({**manifest, "attempt": 50}))
@@ -133,6 +136,8 @@ def test_the_step_in_use_is_copied_and_stays_whatever_its_attempt(root, place):
     assert carry(place, root, 20, keep=1).sent == 0
     assert carry(place, root, 30, keep=1).sent > 0
     assert steps_in(place) == [10, 30]
+    carry(place, root, 10)
+    assert place.read(TRACKER) == b"30\n"
 
 
 def test_what_is_not_this_run_s_to_judge_stays(root, place, tmp_path):
