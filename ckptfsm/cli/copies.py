@@ -36,6 +36,7 @@ def _row(copy: CopyFound, named: object) -> dict[str, object]:
         "bytes": sum(entry.bytes for entry in manifest.files) if manifest is not None else None,
         "written_at": manifest.written_at if manifest is not None else None,
         "tracker": copy.step == named,
+        "left_behind": copy.left_behind,
     }
 
 
@@ -43,7 +44,9 @@ def _line(row: dict[str, object]) -> str:
     size, told = row["bytes"], [f"{row['step']:>10}", row["state"]]
     if isinstance(size, int):
         told += [bytes_text(size), row["attempt"], row["written_at"]]
-    return "  ".join(map(str, [*told, *(["tracker"] if row["tracker"] else [])]))
+    told += ["tracker"] if row["tracker"] else []
+    told += ["left behind by a rollback"] if row["left_behind"] else []
+    return "  ".join(map(str, told))
 
 
 def verify_copies(url: str, step: int | None, *, everything_there: bool, as_data: bool) -> None:

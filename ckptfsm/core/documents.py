@@ -172,6 +172,19 @@ class Claim(OfAttempt):
     content: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
+class RolledBack(OfAttempt):
+    """The attempt that a rollback went back to, in a place. Later ones up to ``until`` are left behind.
+
+    ``until`` is the turn of an attempt, see ``jobs.turn``.
+    """
+
+    schema_version: Literal[1] = 1
+    step: Step
+    epoch: Number
+    attempt: Number
+    until: tuple[Count, Count, Count]
+
+
 class Holder(Document):
     """The process that took an epoch. ``released`` once its manager let go of the root in any way.
 

@@ -285,7 +285,7 @@ def _new_ones(
 def _once_more(
     job: Task, records: Iterable[JobRecord], checkpoints: Mapping[AttemptId, Checkpoint]
 ) -> list[JobRecord]:
-    """The records that change after a rollback: the latest that stayed waits again.
+    """The records that change after a rollback: the latest that stayed waits again, and what came back.
 
     Those that were withdrawn stay done, and their reason tells that they were counted. One that was
     withdrawn as damaged was not given up: what the job made of it is the latest.
@@ -298,10 +298,10 @@ def _once_more(
     seen = [
         _with(each, JobState.DONE, _DAMAGED if each in damaged else _ROLLED_BACK) for each in above
     ]
-    if not stayed or len(damaged) == len(above):
-        return seen
-    again = max(stayed, key=lambda each: each.step)
-    return [first_record(again.of, job.name), *seen]
+    again = [each for each in stayed if each.reason == _ROLLED_BACK]  # and back from quarantine
+    if len(damaged) < len(above):
+        again += sorted(stayed, key=lambda each: each.step)[-1:]
+    return [*seen, *(first_record(each.of, job.name) for each in again)]
 
 
 def _is_damaged(checkpoint: Checkpoint | None) -> bool:

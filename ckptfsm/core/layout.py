@@ -32,6 +32,7 @@ ANSWERS = f"{PRIVATE}/answers"
 JOBS = f"{PRIVATE}/jobs"  # states of the jobs of on_tracked; made with the first one
 FETCHING = f"{PRIVATE}/fetching"  # checkpoints that are being fetched; made with the first one
 RUN = f"{PRIVATE}/run.json"  # of a root that is copied, and of the place that has its copies
+ROLLED_BACK = f"{PRIVATE}/rolled-back.json"  # of a place: the copies that a rollback left behind
 TRASH = f"{PRIVATE}/trash"
 QUARANTINE = f"{PRIVATE}/quarantine"
 DIRECTORIES = (PRIVATE, EPOCHS, JOURNAL, STAGING, PINS, READERS, TRASH, QUARANTINE)

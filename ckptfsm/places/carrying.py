@@ -22,8 +22,9 @@ before the last piece of each file, without which nothing appears, so it stops.
 A copy of an earlier attempt, as after a rollback, stays, unless ``replaces`` is set. Then the manifest
 goes once the claim is the later attempt's: a crash from there on leaves a copy that is not committed.
 
-What the tracker names is the latest copy. It goes to a later attempt only; or back, from a step that
-this root has saved and left behind in a rollback.
+The tracker goes to a later attempt only; or back, from a step that this root has saved and left behind
+in a rollback. ``.ckptfsm/rolled-back.json`` tells first which attempts were left behind: the latest of
+the others is what a fetch takes. So no copy is lost that was committed, and not named yet.
 
 The claim comes first and goes last. So objects without one are a stranger's, and their directory is
 refused. A claim without a manifest may be a copy that has begun, or one that is half removed. Only what
@@ -49,6 +50,7 @@ from ckptfsm.core.documents import (
     Claim,
     FileEntry,
     Manifest,
+    RolledBack,
     RunMark,
     decode,
     encode,
@@ -59,6 +61,7 @@ from ckptfsm.core.layout import (
     CLAIM,
     MANIFEST,
     PRIVATE,
+    ROLLED_BACK,
     RUN,
     TRACKER,
     TRACKER_BYTES,
@@ -74,6 +77,7 @@ from ckptfsm.disk.overview import layout_of_names
 from ckptfsm.disk.ownership import newest_epoch
 from ckptfsm.disk.pieces import Pieces, ToRead
 from ckptfsm.places.directory import create_once
+from ckptfsm.places.fetching import copies_in, leaves_behind
 from ckptfsm.places.place import CopyPlace
 from ckptfsm.places.removing import is_surplus, remove_surplus
 from ckptfsm.places.source import CopySource, source_of
@@ -352,62 +356,90 @@ class Carrier:
     # -- the tracker
 
     def _move_tracker(self, of: AttemptId) -> None:
-        """Let the tracker of the place name this copy, unless it names a later one that is in use."""
+        """Let the tracker of the place name this copy, unless it names a later one that is in use.
+
+        The root is asked after the place, which must be the same when it is changed. So a process that
+        was frozen in between changes nothing.
+        """
         text = tracker_text(of.step)
         for _ in range(_TRIES):
-            found = self.place.read(TRACKER)
-            if found is None:
-                if self.place.create(TRACKER, text) == text:
-                    return
+            found, mark = self.place.read(TRACKER), self.place.read(ROLLED_BACK)
+            theirs = self._named_by(found) if found != text else None
+            back = theirs is not None and self._went_back(of, theirs)
+            if not self._mark_rollback(of, mark, back):
                 continue
-            if found == text or not self._gives_way(found, of):
+            if found == text or not (back or theirs is None or self._is_later(of, theirs)):
                 return
-            if self.place.replace(TRACKER, text, found):
+            if self._swap(TRACKER, text, found):
                 return
         raise PlaceFailed(
             "the tracker changes all the time", place=self.place.where, object=TRACKER
         )
 
-    def _gives_way(self, tracker: bytes, of: AttemptId) -> bool:
-        """True if the tracker names nothing, no copy that can be read, an earlier attempt, or one that
-        the root gave up."""
-        step = parse_tracker(tracker[:TRACKER_BYTES])
+    def _swap(self, name: str, data: bytes, expected: bytes | None) -> bool:
+        """Make or replace a small object that was ``expected``. False if it is another by now."""
+        if expected is None:
+            return self.place.create(name, data) == data
+        return self.place.replace(name, data, expected)
+
+    def _named_by(self, tracker: bytes | None) -> AttemptId | None:
+        """The attempt that the tracker names; None if it names nothing, or no copy that can be read."""
+        step = parse_tracker(tracker[:TRACKER_BYTES]) if tracker is not None else None
         if not isinstance(step, int):
-            return True
-        layout = layout_of_names(self.place.names())
-        name = layout.published_name(step)
+            return None
+        name = layout_of_names(self.place.names()).published_name(step)
         path = f"{name}/{MANIFEST}"
         data = self.place.read(path)
         try:
             theirs = decode(Manifest, data, path).of if data is not None else None
-            if theirs is not None and self._is_of_a_later_life(theirs, name):
-                raise self._of_an_older_disk(theirs)
-            return theirs is None or self._is_later(of, theirs, name)
+            later = theirs is not None and self._is_of_a_later_life(theirs)
         except NewerSchema:
             raise
         except DamagedRoot:  # for ``verify`` to tell: later copies do not wait for a person
-            return True
+            return None
+        if theirs is not None and later:
+            raise self._of_an_older_disk(theirs)
+        return theirs
 
-    def _is_later(self, of: AttemptId, theirs: AttemptId, name: str) -> bool:
-        """True if this copy is later than theirs: as the root knows, or else by its attempt.
-
-        The root is asked after the place, whose tracker must be the same when it is replaced. So a
-        process that was frozen in between moves nothing.
-        """
+    def _went_back(self, of: AttemptId, theirs: AttemptId) -> bool:
+        """True if this root saved their attempt, and went back to this step or a later one."""
         in_use = read_tracker(self.storage).step
-        if in_use is not None and of.step <= in_use:
-            if self._is_here(theirs, name):  # one of the two may be another run's, that was adopted
-                return theirs.step < of.step
-            if in_use < theirs.step and theirs in saved_since(self.storage, theirs.epoch):
-                return True  # this root went back
+        if in_use is None or not of.step <= in_use < theirs.step:
+            return False
+        return theirs in saved_since(self.storage, theirs.epoch)
+
+    def _is_later(self, of: AttemptId, theirs: AttemptId) -> bool:
+        """True if this copy is later than theirs: as the root knows, or else by its attempt."""
+        in_use = read_tracker(self.storage).step
+        if in_use is not None and of.step <= in_use and self._is_here(theirs):
+            return theirs.step < of.step  # one of the two may be another run's, that was adopted
         return turn(theirs) < turn(of)
 
-    def _is_of_a_later_life(self, theirs: AttemptId, name: str) -> bool:
-        """True if no owner of this root can have made an attempt, and no person put it here."""
-        return theirs.epoch > newest_epoch(self.storage) and not self._is_here(theirs, name)
+    def _mark_rollback(self, of: AttemptId, mark: bytes | None, back: bool) -> bool:
+        """Mark what a rollback left behind. False if the ``mark`` is another by now.
 
-    def _is_here(self, theirs: AttemptId, name: str) -> bool:
-        here = read_manifest(self.storage, name)
+        What is carried is in the root. If it was left behind, then it came back from quarantine.
+        """
+        marked = decode(RolledBack, mark, ROLLED_BACK) if mark is not None else None
+        if back:
+            epoch = newest_epoch(self.storage)
+            there = [c.manifest.of for c in copies_in(self.place) if c.manifest is not None]
+            until = max(turn(each) for each in there if each.epoch <= epoch)
+        elif marked is not None and leaves_behind(marked, of):
+            until = marked.until
+        else:
+            return True
+        now = RolledBack(step=of.step, epoch=of.epoch, attempt=of.attempt, until=until)
+        return self._swap(ROLLED_BACK, encode(now), mark)
+
+    def _is_of_a_later_life(self, theirs: AttemptId) -> bool:
+        """True if no owner of this root can have made an attempt, and no person put it here."""
+        return theirs.epoch > newest_epoch(self.storage) and not self._is_here(theirs)
+
+    def _is_here(self, theirs: AttemptId) -> bool:
+        """True if the root has the checkpoint of an attempt."""
+        layout = layout_of_names(self.place.names())
+        here = read_manifest(self.storage, layout.published_name(theirs.step))
         return here is not None and here.of == theirs
 
     def _of_an_older_disk(self, theirs: AttemptId) -> PlaceInUse:

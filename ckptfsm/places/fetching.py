@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import xxhash
 
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
-from ckptfsm.core.documents import Claim, FileEntry, Manifest, decode
+from ckptfsm.core.documents import Claim, FileEntry, Manifest, RolledBack, decode
 from ckptfsm.core.errors import (
     CopyDamaged,
     DamagedRoot,
@@ -31,6 +31,7 @@ from ckptfsm.core.layout import (
     FETCHING,
     LAYOUTS,
     MANIFEST,
+    ROLLED_BACK,
     TRACKER,
     TRACKER_BYTES,
     Layout,
@@ -38,6 +39,7 @@ from ckptfsm.core.layout import (
     parse_attempt,
     parse_tracker,
 )
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
     TEMPORARY,
@@ -68,7 +70,7 @@ class CopyFound:
     """A directory of a step in a place. ``manifest`` is None unless the copy is committed and whole.
 
     ``data`` are the manifest's bytes, None if there is none. ``problem`` is what is wrong with them,
-    ``claim`` the attempt that has the name, if that can be told.
+    ``claim`` the attempt that has the name, if that can be told. ``left_behind``: by a rollback.
     """
 
     name: str
@@ -78,6 +80,7 @@ class CopyFound:
     data: bytes | None = None
     claim: Claim | None = None
     problem: str = ""
+    left_behind: bool = False
 
     @property
     def is_damaged(self) -> bool:
@@ -86,10 +89,11 @@ class CopyFound:
 
 
 def copies_in(place: CopyPlace) -> list[CopyFound]:
-    """The copies in a place, the latest attempt first; then what is not committed.
+    """The copies in a place, the latest attempt first; then those left behind, and the others.
 
     Raises ``PlaceFailed``, or ``NewerSchema`` for a manifest of a newer version.
     """
+    back = rolled_back_in(place)
     named = [
         (name, step, layout)
         for name in place.names()
@@ -98,12 +102,33 @@ def copies_in(place: CopyPlace) -> list[CopyFound]:
     ]
     with ThreadPoolExecutor(_LOOKS) as looks:
         found = list(looks.map(lambda each: _look(place, *each), named))
-    return sorted(found, key=_rank, reverse=True)
+    marked = [replace(copy, left_behind=_is_left_behind(copy, back)) for copy in found]
+    return sorted(marked, key=_rank, reverse=True)
 
 
-def _rank(copy: CopyFound) -> tuple[bool, tuple[int, int, int], int]:
+def rolled_back_in(place: CopyPlace) -> RolledBack | None:
+    """The last rollback of the run of a place, None if there was none. Raises ``DamagedRoot``."""
+    data = place.read(ROLLED_BACK)
+    return decode(RolledBack, data, f"{place.where}/{ROLLED_BACK}") if data is not None else None
+
+
+def _is_left_behind(copy: CopyFound, back: RolledBack | None) -> bool:
+    named = copy.manifest or copy.claim
+    return named is not None and leaves_behind(back, named.of)
+
+
+def leaves_behind(back: RolledBack | None, of: AttemptId) -> bool:
+    return back is not None and turn(back.of) < turn(of) <= back.until
+
+
+def _rank(copy: CopyFound) -> tuple[bool, bool, tuple[int, int, int], int]:
     of = copy.manifest.of if copy.manifest is not None else None
-    return of is not None, turn(of) if of is not None else (0, 0, 0), copy.step
+    return (
+        of is not None,
+        not copy.left_behind,
+        turn(of) if of is not None else (0, 0, 0),
+        copy.step,
+    )
 
 
 def _look(place: CopyPlace, name: str, step: int, layout: Layout) -> CopyFound:
@@ -139,17 +164,15 @@ def named_in(place: CopyPlace) -> int | str | None:
 
 
 def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> CopyFound:
-    """The copy of ``step``; that which the tracker names if it is None, or else the latest attempt.
+    """The latest copy that no rollback left behind, or that of ``step``.
 
-    Raises ``StepNotFoundError``. Raises ``CopyDamaged`` if that copy is damaged, or if a damaged one may
-    be later than the latest attempt: an older one is never taken without a word.
+    Raises ``StepNotFoundError``. Raises ``CopyDamaged`` if the manifest of that copy is damaged, also if
+    a damaged one may be later than the latest: an older one is never taken without a word.
     """
     whole = [copy for copy in copies if copy.manifest is not None]
-    named = named_in(place) if step is None else step
-    wanted = named if isinstance(named, int) else None
-    found = [copy for copy in whole if wanted in (None, copy.step)]
+    found = [copy for copy in whole if step is None or copy.step == step]
     for copy in copies:
-        asked = copy.step == wanted if wanted is not None else _may_be_later(copy, found)
+        asked = copy.step == step if step is not None else _may_be_later(copy, found)
         if copy.is_damaged and asked:
             older = older_than(copy, copies)
             how = f"ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
@@ -161,8 +184,8 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
                 step=copy.step,
                 older=older,
             )
-    if not found and step is None and wanted is not None:
-        raise _without_its_copy(place, wanted, whole)
+    if step is None:
+        _require_named(place, whole)
     if not found:
         what = f"no copy of step {step}" if step is not None else "no copy"
         raise StepNotFoundError(
@@ -171,10 +194,14 @@ def choose(place: CopyPlace, copies: Sequence[CopyFound], step: int | None) -> C
     return found[0]
 
 
-def _without_its_copy(place: CopyPlace, named: int, whole: Sequence[CopyFound]) -> CopyDamaged:
+def _require_named(place: CopyPlace, whole: Sequence[CopyFound]) -> None:
+    """Raise ``CopyDamaged`` if the place's tracker names a step that has no whole copy."""
+    named = named_in(place)
+    if not isinstance(named, int) or any(copy.step == named for copy in whole):
+        return
     older = _steps(whole)
     way = f": ckptfsm fetch {place.where} ROOT --step {older[-1]}" if older else ""
-    return CopyDamaged(
+    raise CopyDamaged(
         f"{place.where}/{TRACKER} names step {named}, which has no whole copy any more; steps with one: "
         f"{list(older)}{way}",
         place=place.where,
@@ -185,10 +212,11 @@ def _without_its_copy(place: CopyPlace, named: int, whole: Sequence[CopyFound]) 
 
 
 def _may_be_later(damaged: CopyFound, found: Sequence[CopyFound]) -> bool:
-    """True unless the claim of a damaged copy is of an earlier attempt than the latest whole one."""
+    """True unless the claim of a damaged copy is of an earlier attempt than the latest whole one, or of
+    one that was left behind."""
     if not found or damaged.claim is None or found[0].manifest is None:
         return True
-    return turn(damaged.claim.of) > turn(found[0].manifest.of)
+    return not damaged.left_behind and turn(damaged.claim.of) > turn(found[0].manifest.of)
 
 
 def _steps(copies: Iterable[CopyFound], below: int | None = None) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """Which copies of a run stay in a place, and how the others go: ``Copy(keep=N)``.
 
-The N latest stay: the copy that the tracker names, and those of earlier attempts with lower steps. What
-a rollback left behind has higher steps. It does not count, and goes once the place names the step in
-use. Only copies of this root's epochs count, and only those go: a checkpoint that was adopted from
-another run may have a later epoch. In a directory the manifest goes first, then the files, then the
-claim. So a crash leaves a copy, or a claim without a manifest.
+The N latest stay: the latest that no rollback left behind, and those of earlier attempts with lower
+steps. What a rollback left behind does not count, and goes once a later copy is named. Only copies of
+this root's epochs count, and only those go: a checkpoint that was adopted from another run may have a
+later epoch. In a directory the manifest goes first, then the files, then the claim. So a crash leaves a
+copy, or a claim without a manifest.
 
 Such a claim may also be of a copy that has only begun. If it is earlier than the N latest, nobody needs
 either: all of it goes. Its carrier, if there is one, finds the N later copies at its next attempt.
@@ -29,7 +29,7 @@ _AT_ONCE = 8
 
 def is_surplus(place: CopyPlace, of: AttemptId, keep: int, epoch: int) -> bool:
     """True if the place has ``keep`` copies of later attempts, up to ``epoch``."""
-    latest = _latest(copies_in(place), named_in(place), keep, epoch)
+    latest = _latest(copies_in(place), keep, epoch)
     return len(latest) == keep and turn(of) < min(latest)
 
 
@@ -43,7 +43,7 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
     removed then.
     """
     copies, named = copies_in(place), named_in(place)
-    latest = _latest(copies, named, keep, epoch)
+    latest = _latest(copies, keep, epoch)
     if len(latest) < keep:
         return
     for copy in copies:
@@ -56,15 +56,11 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
                 _remove(place, copy)
 
 
-def _latest(
-    copies: Iterable[CopyFound], named: object, keep: int, epoch: int
-) -> list[tuple[int, int, int]]:
-    """The turns of the latest copies, from the ``named`` step on: so many, or fewer."""
-    of_run = [c.manifest.of for c in copies if c.manifest is not None and c.manifest.epoch <= epoch]
-    there = sorted(of_run, key=turn, reverse=True)
-    first = next((number for number, of in enumerate(there) if of.step == named), 0)
+def _latest(copies: Iterable[CopyFound], keep: int, epoch: int) -> list[tuple[int, int, int]]:
+    """The turns of the latest copies: so many, or fewer if there are no more."""
+    there = [c.manifest.of for c in copies if c.manifest is not None and not c.left_behind]
     branch: list[AttemptId] = []
-    for of in there[first:]:
+    for of in sorted((of for of in there if of.epoch <= epoch), key=turn, reverse=True):
         if len(branch) < keep and (not branch or of.step < branch[-1].step):
             branch.append(of)
     return [turn(of) for of in branch]

@@ -349,6 +349,8 @@ def test_after_a_rollback_the_latest_that_stayed_waits_again_once():
     assert "rolled back" in after[40].reason
     again = settle([job], [done[0], after[40], record(20, J.DONE, job)], there)
     assert (again.put, again.waiting) == ((), ())
+    back = settle([job], [done[0], after[40], record(20, J.DONE, job)], ledger(10, 20, 40))
+    assert told(back.waiting) == [(40, "upload", "waiting")], "it came back from quarantine"
     assert settle([UPLOAD], done, there).waiting == ()
     forgotten = settle([job], done, ledger(10, 20))
     assert told(forgotten.waiting) == [(20, "upload", "waiting")], "by the owner after the next one"

@@ -235,12 +235,12 @@ def test_the_tracker_follows_the_later_attempt_also_to_a_smaller_step(root, plac
     assert place.read(TRACKER) == b"15\n"
 
 
-def test_after_a_rollback_the_tracker_names_the_step_in_use(root, place, tmp_path):
+def test_after_a_rollback_the_tracker_names_the_step_in_use(root, place, tmp_path, capsys):
     """Catches: a new machine that resumes from the branch that was given up; a copy that an older disk,
     or another step than the one in use, passes over."""
     older = Path(shutil.copytree(root.root, tmp_path / "older"))
     job = real_job(Path(root.root))
-    job.save(30, TREE)
+    later = job.save(30, TREE)
     for step in (10, 20, 30):
         carry(place, root, step)
         assert choose(place, copies_in(place), None).step == step
@@ -249,11 +249,26 @@ def test_after_a_rollback_the_tracker_names_the_step_in_use(root, place, tmp_pat
     assert choose(place, copies_in(place), None).step == 30
     crashed(before)
     job.coordinator.rollback(20)
-    carry(place, root, 20)
-    assert choose(place, copies_in(place), None).step == 20
+    for number in range(2):  # the mark is there, then the tracker
+        with pytest.raises(Killed):
+            carry(Counted(place, number), root, 20)
+        assert choose(place, copies_in(place), None).step == 20
+    assert (place.read(TRACKER), is_committed(place, 30)) == (b"20\n", True)
     carry(place, root, 10)
     assert place.read(TRACKER) == b"20\n"
     crashed(job)
+    said(capsys, "quarantine", "restore", later, root.root)
+    carry(place, root, 30)
+    assert choose(place, copies_in(place), None).step == 30
+
+
+def test_a_copy_that_is_committed_and_not_named_yet_is_the_latest(root, place):
+    """Catches: a new machine that saves that step once more, and cannot copy it."""
+    carry(place, root, 10)
+    carry(place, root, 20)
+    place.remove(TRACKER)
+    place.create(TRACKER, b"10\n")
+    assert choose(place, copies_in(place), None).step == 20
 
 
 def test_a_server_that_ignores_conditions_is_refused_unless_one_job_alone_writes(root, place):
