@@ -11,6 +11,9 @@ from typing import NamedTuple, Protocol
 from ckptfsm.core.parts import Sent
 
 CHUNK_BYTES = 4 << 20
+SMALL_BYTES = 64 << 10
+"""Smaller data is copied before ``save`` returns: a forward pass may change it, as the buffers of a
+BatchNorm."""
 _CRC = struct.Struct("<I")
 _MASK = (1 << 64) - 1
 

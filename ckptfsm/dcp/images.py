@@ -6,7 +6,6 @@ memory until the writer reads it. An accelerator's tensor is read from its copy 
 
 from __future__ import annotations
 
-import ctypes
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from ckptfsm.core.images import Copied, Image, Literal, Memory, Piece, image_of
+from ckptfsm.core.images import SMALL_BYTES, Image, Literal, Memory, Piece, image_of
 from ckptfsm.core.layout import join
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import StateCopy, version_of
@@ -23,9 +22,6 @@ from ckptfsm.dcp.shared_memory import local_of, storage_of
 
 Bucket = Sequence[tuple[WriteItem, Any]]
 Row = tuple[object, ...]
-
-# Smaller data is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
-SMALL_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -138,7 +134,7 @@ def data_of(
     held: Held,
     *,
     copying: bool,
-) -> Memory | Copied:
+) -> Memory:
     """The data of a tensor of the trainer, as it lies in the storage of ``host``.
 
     ``copying``: an accelerator's copies fill ``host``.
@@ -149,7 +145,8 @@ def data_of(
         held.device.add(name, value, host, first=size < SMALL_BYTES or held.may_change(value))
         return Memory(address, size, mutable=False)
     if size < SMALL_BYTES:
-        return Copied(ctypes.string_at(address, size))
+        held.copies.append(host)
+        return Memory(address, size, early=True)
     mutable = held.add(name, value, host)
     return Memory(address, size, mutable=mutable, early=mutable and held.may_change(value))
 

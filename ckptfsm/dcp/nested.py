@@ -90,7 +90,7 @@ def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
     """
     nested = {WHOLE: state} if isinstance(state, PerRank) else dict(state)
     for key, value in nested.items():
-        if isinstance(value, Stateful):
+        if type(value) not in _PLAIN and isinstance(value, Stateful):
             nested[key] = value.state_dict()
     made = Flat(nested, {}, {}, {})
     try:

@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
+from ckptfsm.core.images import SMALL_BYTES
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
-from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, counts_steps, saved, to_host
+from ckptfsm.dcp.images import Bucket, Held, counts_steps, saved, to_host
 from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.state_format import Staging, stage_images

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused, describe
 from ckptfsm.core.formats import FILE
-from ckptfsm.core.images import Copied, Memory, image_of
+from ckptfsm.core.images import SMALL_BYTES, Copied, Memory, image_of
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import Planned
 from ckptfsm.core.ports import Finalizer
 from ckptfsm.dcp.blobs import DATA, Template, Templates, template_of
-from ckptfsm.dcp.images import SMALL_BYTES, Bucket, Held, counts_steps, data_of, to_host
+from ckptfsm.dcp.images import Bucket, Held, counts_steps, data_of, to_host
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.read_back import PathInState, StateReadBack, reason_of
 from ckptfsm.dcp.state_format import Staging
@@ -88,7 +88,7 @@ class _Storage:
         host = to_host(whole) if slot is None else slot
         called = f"{name}: a tensor of {whole.dtype} with the shape {list(self.tensors[0].shape)}"
         data = data_of(called, whole, host, held, copying=slot is not None)
-        read_later = isinstance(data, Memory) and data.mutable
+        read_later = data.mutable and not data.early
         for each in self.tensors:
             if read_later or isinstance(each, DTensor) or counts_steps(each):
                 held.watch(called, each, whole)

@@ -28,7 +28,7 @@ from ckptfsm.adapters.segments import SharedSegment, Span
 from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
-from ckptfsm.core.images import CHUNK_BYTES
+from ckptfsm.core.images import CHUNK_BYTES, SMALL_BYTES
 from ckptfsm.core.layout import STAGING, receipt_name
 from ckptfsm.core.ports import LaunchInterrupted, Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.disk.durable import lookup
@@ -196,7 +196,8 @@ class WriteEngine:
         early = early_of(job.memory, mutable) if self._gate else mutable
         needed = sum(image.chunk_count for image in job.images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
-        copied = early if self._gate or self._settings.mode != "gated" else []
+        small = all(each.size < SMALL_BYTES for each in early)  # nobody waits for those
+        copied = early if self._gate or self._settings.mode != "gated" or small else []
         if self._refused:
             if job.copying is not None:  # a fork waits for an accelerator's copies
                 return None

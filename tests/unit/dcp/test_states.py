@@ -38,11 +38,11 @@ from ckptfsm.core.errors import (
     RestoreFailed,
     SaveRefused,
 )
+from ckptfsm.core.images import SMALL_BYTES
 from ckptfsm.core.parts import PerRank
 from ckptfsm.dcp import fast_load, loading
 from ckptfsm.dcp.dcp_states import DcpStates
 from ckptfsm.dcp.driver import StateDriver
-from ckptfsm.dcp.images import SMALL_BYTES
 from ckptfsm.dcp.loading import DcpReading, keeps_values
 from ckptfsm.dcp.metadata import read_planned
 from ckptfsm.dcp.nested import flat
