@@ -11,8 +11,10 @@ import fcntl
 import mmap
 import os
 import weakref
+from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -84,6 +86,17 @@ class Span(NamedTuple):
     size: int
     number: int
     offset: int
+
+
+def spans_to_send(spans: Iterable[Span]) -> array[int]:
+    """Spans as an array of all their numbers, which is sent faster than thousands of objects."""
+    return array("Q", chain.from_iterable(spans))
+
+
+def sent_spans(numbers: array[int]) -> Iterator[Span]:
+    """The spans of an array."""
+    found = iter(numbers)
+    return map(Span, found, found, found, found)
 
 
 class SpanReader:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ckptfsm.core.parts import Sent
 
@@ -14,6 +15,7 @@ CHUNK_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
 """Smaller data is copied before ``save`` returns: a forward pass may change it, as the buffers of a
 BatchNorm."""
+_MEMORY_KINDS = 4  # of memory that is mutable or not, early or not
 _CRC = struct.Struct("<I")
 _MASK = (1 << 64) - 1
 
@@ -129,12 +131,31 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Image(Sent):
-    """A file as it will be. ``name`` is relative to the step's directory, ``size`` in bytes."""
+class Image:
+    """A file as it will be. ``name`` is relative to the step's directory, ``size`` in bytes.
+
+    It is sent in columns: thousands of small objects take longer.
+    """
 
     name: str
     size: int
     pieces: tuple[Piece, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kinds, memory = array("I"), array("Q")
+        others: list[Piece] = []
+        numbers: dict[int, int] = {}  # by identity: many blobs have the same head and tail
+        for piece in self.pieces:
+            if type(piece) is Memory:
+                kinds.append(piece.mutable + 2 * piece.early)
+                memory.append(piece.address)
+                memory.append(piece.size)
+                continue
+            number = numbers.setdefault(id(piece), len(others))
+            if number == len(others):
+                others.append(piece)
+            kinds.append(_MEMORY_KINDS + number)
+        return _received, (self.name, self.size, kinds, memory, others)
 
     @property
     def chunk_count(self) -> int:
@@ -155,6 +176,20 @@ class Image(Sent):
                     offset, filled, slices = offset + filled, 0, []
         if slices or not offset:
             yield offset, filled, slices
+
+
+def _received(
+    name: str, size: int, kinds: array[int], memory: array[int], others: list[Piece]
+) -> Image:
+    """An image that was sent."""
+    numbers = iter(memory)
+    pieces: list[Piece] = []
+    for kind in kinds:
+        if kind < _MEMORY_KINDS:
+            pieces.append(Memory(next(numbers), next(numbers), bool(kind & 1), bool(kind & 2)))
+        else:
+            pieces.append(others[kind - _MEMORY_KINDS])
+    return Image(name, size, tuple(pieces))
 
 
 def image_of(name: str, pieces: Sequence[Piece]) -> Image:

@@ -14,7 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, NamedTuple, cast
 
@@ -53,6 +53,11 @@ class Template:
 
     head: bytes
     records: tuple[Record, ...]
+    first: Literal = field(init=False)
+    """The head as a piece: one for all blobs of this template, so it is sent once."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", Literal(self.head))
 
     @property
     def size(self) -> int:
@@ -61,7 +66,7 @@ class Template:
 
     def pieces(self, data: Sequence[Piece]) -> list[Piece]:
         """The pieces of the file with these data, one for each record."""
-        pieces: list[Piece] = [Literal(self.head)]
+        pieces: list[Piece] = [self.first]
         for each, record in zip(data, self.records, strict=True):
             pieces += each, record.tail
         return pieces
@@ -83,11 +88,15 @@ class Templates:
         self._trusted: set[Any] = set()
         self._refused = ""
         self._alignment: int | None = None  # of torch's settings; None while it writes no CRC-32s
+        self.staged: dict[str, Sequence[Any]] = {}  # by file, see ``images.shards_of``
         self.look()
 
     def look(self) -> None:
         """Take torch's settings, which hold for all templates until the next look."""
+        before = self._alignment
         self._alignment = config.save.storage_alignment if config.save.compute_crc32 else None
+        if self._alignment != before:
+            self.staged.clear()
 
     def of(self, tensor: torch.Tensor) -> Template | None:
         """The template of a tensor on the CPU that fills its storage; None if there is none.
@@ -131,6 +140,7 @@ class Templates:
 
     def _refuse(self, error: Exception) -> None:
         self._refused = describe(error)
+        self.staged.clear()
         said = f"state is written by torch.save, which takes longer: {self._refused}"
         say(log.warning, "no_templates", said, reason=self._refused)
 

@@ -44,8 +44,7 @@ class DcpStates:
         self._surveyed.clear()
         state = flat(part, value, self._rank, SaveRefused)
         self._read_back.check_state(part, state.values)
-        summary, split = self._plans.of(part, state)
-        return DcpPlan(summary, state, split, self._ranks)
+        return DcpPlan(self._plans.of(part, state, self._ranks), state, self._ranks)
 
     def merge(self, part: str, summaries: Mapping[int, Any]) -> Planned:
         return merge_plans(part, summaries, self._ranks)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -43,7 +44,9 @@ class Held:
 
     def may_change(self, tensor: torch.Tensor) -> bool:
         """True if nobody promised that this tensor of the trainer stays until the gate."""
-        return not self.promises_all and storage_of(tensor) not in self.owners
+        if self.promises_all or not self.owners:
+            return not self.promises_all
+        return storage_of(tensor) not in self.owners
 
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
         """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""
@@ -93,26 +96,92 @@ class Held:
         self.owners, self.device, self.gone = {}, None, True
 
 
+class _Staged(NamedTuple):
+    """An item as it was staged last: its pieces hold as long as its tensor has the same memory.
+
+    ``place``: key, offset and index of its row; ``size``: of its blob, in bytes.
+    """
+
+    item: WriteItem
+    place: Row
+    size: int
+    head: Piece
+    data: Memory
+    tail: Piece
+
+    def data_now(self, value: Any, held: Held) -> Memory | None:
+        """The data of ``value`` for another save; None if it is to be staged from the start.
+
+        The plan holds, so its shape and dtype are the same.
+        """
+        if type(value) is not torch.Tensor or value.data_ptr() != self.data.address:
+            return None
+        if value.nbytes != self.data.size or not _lies_plainly(value):
+            return None
+        if self.data.size < SMALL_BYTES:
+            held.copies.append(value)
+            return self.data
+        early = held.may_change(value)
+        held.add(self.item.index.fqn, value, value)
+        return self.data if self.data.early == early else replace(self.data, early=early)
+
+
 def shards_of(
     rank: int, directory: str, buckets: Iterable[Bucket], templates: Templates, held: Held
 ) -> tuple[list[Image], list[Row]]:
-    """The files of a rank, a bucket in each, and a row for each item: where it lies in which file."""
+    """The files of a rank, a bucket in each, and a row for each item: where it lies in which file.
+
+    Of thousands of tensors, most have the memory of the last save: their pieces are used again.
+    """
     images: list[Image] = []
     rows: list[Row] = []
     for number, bucket in enumerate(buckets):
         name = f"__{rank}_{number}.distcp"
+        path = join(directory, name)
+        before = templates.staged.get(path, ()) if held.device is None else ()
+        staged: list[_Staged | None] = []
         pieces: list[Piece] = []
         start = 0
-        for item, value in bucket:
-            blob = blob_of(item.index.fqn, value, templates, held)
-            size = sum(piece.size for piece in blob)
-            index = item.index
-            offset = None if index.offset is None else list(index.offset)
-            rows.append((index.fqn, offset, index.index, name, start, size))
-            pieces += blob
+        for (item, value), last in zip_longest(bucket, before[: len(bucket)]):
+            data = last.data_now(value, held) if last is not None and last.item is item else None
+            if last is None or data is None:
+                last, blob = _staged(item, value, templates, held)
+                size, place = sum(piece.size for piece in blob), _place_of(item)
+                pieces += blob
+            else:
+                size, place = last.size, last.place
+                pieces += last.head, data, last.tail
+            staged.append(last)
+            rows.append((*place, name, start, size))
             start += size
-        images.append(image_of(join(directory, name), pieces))
+        templates.staged[path] = staged
+        images.append(image_of(path, pieces))
     return images, rows
+
+
+def _lies_plainly(value: torch.Tensor) -> bool:
+    """True if the memory of a tensor on the CPU has its values in order, and a fork freezes it."""
+    if not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return False
+    return not (value.untyped_storage().is_shared() or value.is_pinned())
+
+
+def _place_of(item: WriteItem) -> Row:
+    index = item.index
+    return index.fqn, None if index.offset is None else list(index.offset), index.index
+
+
+def _staged(
+    item: WriteItem, value: Any, templates: Templates, held: Held
+) -> tuple[_Staged | None, list[Piece]]:
+    """The pieces of an item; with them, what the next save may use if the data are the value's own."""
+    blob = blob_of(item.index.fqn, value, templates, held)
+    if held.device is not None or type(value) is not torch.Tensor or len(blob) != 3:
+        return None, blob
+    head, data, tail = blob
+    if not isinstance(data, Memory) or value.data_ptr() != data.address or not _lies_plainly(value):
+        return None, blob
+    return _Staged(item, _place_of(item), sum(p.size for p in blob), head, data, tail), blob
 
 
 def blob_of(name: str, value: Any, templates: Templates, held: Held) -> list[Piece]:

@@ -6,7 +6,7 @@ value under a number would be put back beside it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,10 @@ the trees.
 """
 
 Path = tuple[Any, ...]
+_TENSORS = (torch.Tensor, torch.nn.Parameter, DTensor)
 # Types that are certainly not Stateful, which is slow to ask.
 _PLAIN = (
-    torch.Tensor,
-    torch.nn.Parameter,
-    DTensor,
+    *_TENSORS,
     int,
     float,
     bool,
@@ -39,7 +38,12 @@ _PLAIN = (
 
 
 class _InList(int):
-    """A step to a place in a list. Any other number on the way is the key of a dict."""
+    """A step to a place in a list. Any other number on the way is the key of a dict, and not equal."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _InList and int(self) == int(other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +97,19 @@ def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
         if type(value) not in _PLAIN and isinstance(value, Stateful):
             nested[key] = value.state_dict()
     made = Flat(nested, {}, {}, {})
+    leaves: list[tuple[Path, Any]] = []
     try:
-        leaves = list(_leaves((), nested))
+        _collect((), nested, leaves)
     except RecursionError as found:
         said = f"part {part!r}: its dicts and lists are nested too deeply, or one contains itself"
         raise error(said, part=part) from found
     for path, value in leaves:
         key = ".".join(map(str, path))
-        first = value[0] if isinstance(value, (list, tuple)) and value else value
-        if type(first) not in _PLAIN and isinstance(first, Stateful):
-            raise error(
-                f"part {part!r}: {key!r} has a {type(first).__name__}, which would be pickled whole: "
-                "give its state_dict(), or give it at the top of the state",
-                part=part,
-                key=key,
-            )
-        if isinstance(value, PerRank):
-            name, key = key, f"{key}.rank_{rank}"
-            made.per_rank[key] = name
+        if type(value) not in _TENSORS:
+            _require_no_stateful(part, key, value, error)
+            if isinstance(value, PerRank):
+                name, key = key, f"{key}.rank_{rank}"
+                made.per_rank[key] = name
         if key in made.values:
             raise error(
                 f"part {part!r}: two values have the key {key!r}, as names are put together with dots: "
@@ -120,6 +119,17 @@ def flat(part: str, state: Any, rank: int, error: type[CkptFsmError]) -> Flat:
             )
         made.values[key], made.paths[key] = value, path
     return made
+
+
+def _require_no_stateful(part: str, key: str, value: Any, error: type[CkptFsmError]) -> None:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    if type(first) not in _PLAIN and isinstance(first, Stateful):
+        raise error(
+            f"part {part!r}: {key!r} has a {type(first).__name__}, which would be pickled whole: "
+            "give its state_dict(), or give it at the top of the state",
+            part=part,
+            key=key,
+        )
 
 
 def fits_its_mesh(value: Any, sizes: torch.Size) -> bool:
@@ -132,15 +142,18 @@ def fits_its_mesh(value: Any, sizes: torch.Size) -> bool:
     return value._local_tensor.shape == sizes
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping):
+def _collect(path: Path, value: Any, leaves: list[tuple[Path, Any]]) -> None:
+    """Add each value below ``value`` to ``leaves``, with the way to it."""
+    if type(value) in _TENSORS:  # of which there may be many
+        leaves.append((path, value))
+    elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _leaves((*path, key), each)
+            _collect((*path, key), each, leaves)
     elif isinstance(value, list) and _is_taken_apart(value):
         for number, each in enumerate(value):
-            yield from _leaves((*path, _InList(number)), each)
+            _collect((*path, _InList(number)), each, leaves)
     else:
-        yield path, value
+        leaves.append((path, value))
 
 
 def _is_taken_apart(values: Collection[Any]) -> bool:

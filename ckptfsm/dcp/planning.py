@@ -14,7 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
@@ -34,8 +34,10 @@ from ckptfsm.core.ports import Finalizer, PartJob
 from ckptfsm.dcp.images import Bucket, Held, counts_steps, saved, to_host
 from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
+from ckptfsm.dcp.shared_memory import local_of
 from ckptfsm.dcp.state_format import Staging, stage_images
 
+_PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter)
 _SAMPLE_BYTES = 1 << 10  # of a DTensor that is compared
 
 
@@ -65,20 +67,36 @@ class _Split:
 
 
 @dataclass(slots=True)
+class Known:
+    """What follows from the structure of a part's state alone, and is used again for its next save.
+
+    ``expected_bytes``: about what this rank will write: it does not know yet what others have too.
+    ``telling``: the keys of tensors that tell of changes which torch does not count.
+    """
+
+    structure: list[Any]
+    summary: DcpSummary
+    split: _Split
+    expected_bytes: int
+    telling: frozenset[str]
+
+
+@dataclass(slots=True)
 class DcpPlan:
     """A part as one rank planned it, see ``PartPlan``."""
 
-    summary: DcpSummary
+    known: Known
     flat: Flat
-    split: _Split
     ranks: int
     in_place: bool = field(default=False, init=False)
 
     @property
+    def summary(self) -> DcpSummary:
+        return self.known.summary
+
+    @property
     def expected_bytes(self) -> int:
-        """About what this rank will write: it does not know yet what others have too."""
-        values = (value for key, value in self.flat.values.items() if self.flat.is_tensor(key))
-        return sum(_share_of(value, self.ranks) for value in values)
+        return self.known.expected_bytes
 
     def digests(self) -> Mapping[str, int]:
         """Of values that are pickled, and of small tensors in host memory.
@@ -104,7 +122,7 @@ class DcpPlan:
 
     def buckets(self, rank: int, planned: Planned) -> tuple[Bucket, ...]:
         mask = zlib.decompress(pickle.loads(planned.shares)[rank])
-        split = self.split.of(self.summary.plan.items, mask)
+        split = self.known.split.of(self.summary.plan.items, mask)
         return tuple(tuple((item, self._data_of(item)) for item in bucket) for bucket in split)
 
     def _data_of(self, item: WriteItem) -> Any:
@@ -116,9 +134,11 @@ class DcpPlan:
 
     def stage(self, staging: Staging) -> PartJob:
         job = stage_images(staging)
-        for bucket in staging.buckets:
-            for item, _ in bucket:
-                self._watch(item.index.fqn, staging.held)
+        if self.known.telling:
+            for bucket in staging.buckets:
+                for item, _ in bucket:
+                    if item.index.fqn in self.known.telling:
+                        self._watch(item.index.fqn, staging.held)
         return job
 
     def _watch(self, key: str, held: Held) -> None:
@@ -128,10 +148,7 @@ class DcpPlan:
         steps. With ``foreach=False`` torch counts for the DTensor, and not for this rank's part of it.
         """
         value = self.flat.values[key]
-        if isinstance(value, DTensor):
-            held.watch(key, value, value._local_tensor)
-        elif isinstance(value, torch.Tensor) and counts_steps(value):
-            held.watch(key, value, value)
+        held.watch(key, value, local_of(value))
 
     def let_go(self) -> None:
         self.flat = Flat({}, {}, {}, {})
@@ -145,54 +162,47 @@ class DcpPlans:
 
     def __init__(self, files: int) -> None:
         self._files = files
-        self._known: dict[str, tuple[list[Any], DcpSummary, _Split]] = {}
+        self._known: dict[str, Known] = {}
 
     @collection_paused()
-    def of(self, part: str, state: Flat) -> tuple[DcpSummary, _Split]:
+    def of(self, part: str, state: Flat, ranks: int) -> Known:
         """The plan of a state (local)."""
-        places = state.mappings()
-        structure = [
-            (
-                key,
-                path,
-                _form_of(state.values[key]) if state.is_tensor(key) else key in state.per_rank,
-            )
-            for key, path in places.items()
-        ]
+        paths = state.paths  # that of a ``PerRank`` is no other value's with its key
+        structure = [(key, paths[key], _form_of(value)) for key, value in state.values.items()]
         known = self._known.get(part)
-        if known is not None and known[0] == structure:
-            return known[1:]
+        if known is None or known.structure != structure:
+            known = self._known[part] = self._made(part, state, structure, ranks)
+        return known
+
+    def _made(self, part: str, state: Flat, structure: list[Any], ranks: int) -> Known:
         items = [item for key in state.values for item in _items_of(key, state)]
         _check_parts(part, state, items)
-        plan = SavePlan(items, planner_data=places)
-        summary = DcpSummary(plan, frozenset(state.per_rank.values()))
-        self._known[part] = structure, summary, _Split(self._files)
-        return self._known[part][1:]
+        plan = SavePlan(items, planner_data=state.mappings())
+        tensors = {key: each for key, each in state.values.items() if state.is_tensor(key)}
+        return Known(
+            structure,
+            DcpSummary(plan, frozenset(state.per_rank.values())),
+            _Split(self._files),
+            sum(_share_of(value, ranks) for value in tensors.values()),
+            frozenset(k for k, v in tensors.items() if isinstance(v, DTensor) or counts_steps(v)),
+        )
 
 
-class _Form(NamedTuple):
-    """What the items of a tensor depend on."""
+def _form_of(value: Any) -> object:
+    """What the items of a value depend on.
 
-    kind: type
-    shape: torch.Size
-    dtype: torch.dtype
-    grad: bool
-    pinned: bool
-    placed: Any
-
-
-def _form_of(value: torch.Tensor) -> object:
-    """Of a tensor that says itself what its items are, a form that equals no other."""
-    if not isinstance(value, DTensor):
-        own = hasattr(value, "__create_write_items__") or hasattr(value, "local_shards")
-        placed: Any = (value.layout, value.is_contiguous())
-    else:
-        own = hasattr(value._local_tensor, "__create_write_items__")
-        placed = (value.placements, value.device_mesh, value._local_tensor.shape)
-    if own:
-        return object()
-    pinned = value.device.type == "cpu" and not isinstance(value, DTensor) and value.is_pinned()
-    return _Form(type(value), value.shape, value.dtype, value.requires_grad, pinned, placed)
+    Of a tensor that says itself what its items are, a form that equals no other.
+    """
+    if type(value) not in _PLAIN_KINDS:
+        if not isinstance(value, torch.Tensor):
+            return None
+        local = local_of(value)
+        if hasattr(local, "__create_write_items__") or hasattr(local, "local_shards"):
+            return object()
+    form = (type(value), value.shape, value.dtype, value.requires_grad, value.is_cpu)
+    if isinstance(value, DTensor):
+        return form, value.placements, value.device_mesh, value._local_tensor.shape
+    return form, value.layout, value.is_contiguous(), value.is_cpu and value.is_pinned()
 
 
 def _items_of(key: str, state: Flat) -> Sequence[WriteItem]:
@@ -206,8 +216,8 @@ def _items_of(key: str, state: Flat) -> Sequence[WriteItem]:
 
 
 def _part_of(value: torch.Tensor, item: WriteItem) -> torch.Tensor:
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return value.detach()
+    if type(value) in _PLAIN_KINDS:
+        return value.detach() if value.requires_grad else value
     if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__get_tensor_shard__"):
         return value._local_tensor.detach()
     found: torch.Tensor = find_tensor_shard(value, item.index)
@@ -243,7 +253,7 @@ def _pickled(value: Any) -> bytes:
 def _is_small(value: torch.Tensor) -> bool:
     """True for a tensor of which ranks compare the values."""
     return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
+        type(value) in _PLAIN_KINDS
         and value.device.type == "cpu"
         and value.layout is torch.strided
         and value.numel() * value.itemsize < SMALL_BYTES

@@ -114,7 +114,11 @@ def _aligned(size: int) -> int:
 
 
 def _pieces(spans: Iterable[Span]) -> Iterator[Span]:
-    for address, size, number, offset in spans:
+    for span in spans:
+        if span.size <= _PIECE_BYTES:
+            yield span
+            continue
+        address, size, number, offset = span
         for start in range(0, size, _PIECE_BYTES):
             yield Span(address + start, min(_PIECE_BYTES, size - start), number, offset + start)
 

@@ -24,7 +24,7 @@ from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.host import affordable_bytes, available_bytes
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import SharedSegment, Span
+from ckptfsm.adapters.segments import SharedSegment, Span, spans_to_send
 from ckptfsm.adapters.shared_count import COUNT_BYTES
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
@@ -189,11 +189,13 @@ class WriteEngine:
     @collection_paused()
     def _reading(self, job: RankJob) -> MemoryRoute | None:
         """The way to the memory of a job; None if only a fork is left."""
-        ranges = ranges_of(job.memory)
-        mutable = ranges_of(job.memory, mutable_only=True)
+        memory = list(job.memory)
+        ranges = ranges_of(memory)
+        all_mutable = all(piece.mutable for piece in memory)
+        mutable = ranges if all_mutable else ranges_of(memory, mutable_only=True)
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
         # check afterwards finds every change: many are not counted, or end before the first reading.
-        early = early_of(job.memory, mutable) if self._gate else mutable
+        early = early_of(memory, mutable) if self._gate else mutable
         needed = sum(image.chunk_count for image in job.images) * CHUNK_BYTES
         buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
         small = all(each.size < SMALL_BYTES for each in early)  # nobody waits for those
@@ -316,7 +318,7 @@ class WriteEngine:
             self._settings.nice,
             twice=self._settings.twice and reading.mutable,
             segments=len(reading.sources),
-            spans=reading.spans,
+            spans=spans_to_send(reading.spans),
             counted=reading.count is not None,
         )
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import threading
+from array import array
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -19,7 +20,7 @@ from importlib import import_module
 from ckptfsm.adapters.fork import child_error
 from ckptfsm.adapters.memory import MemoryOf, large_pages, take_now
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Span, SpanReader, read_segment
+from ckptfsm.adapters.segments import SpanReader, read_segment, sent_spans
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe
@@ -57,9 +58,9 @@ class WriteOrder:
     """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
     If the written bytes are ``counted``, the descriptor of their count comes last. ``job`` is a pickled
-    ``RankJob``. ``spans`` is the trainer's memory that is read through the segments, by the number of
-    each. ``twice``: read all of it a second time before the trainer may change it.
-    ``again``: a process that had this order is dead, and may have left files.
+    ``RankJob``. ``spans`` is the trainer's memory that is read through the segments, see ``sent_spans``.
+    ``twice``: read all of it a second time before the trainer may change it. ``again``: a process that
+    had this order is dead, and may have left files.
     """
 
     root: str
@@ -68,7 +69,7 @@ class WriteOrder:
     nice: int
     twice: bool
     segments: int
-    spans: tuple[Span, ...]
+    spans: array[int]
     counted: bool
     again: bool = False
 
@@ -168,7 +169,9 @@ class Server:
             source = Prefetch(
                 [part_job.images for part_job in job.part_jobs if part_job.images],
                 SpanReader(
-                    order.spans, partial(read_segment, segments), MemoryOf(self._trainer.pid)
+                    sent_spans(order.spans),
+                    partial(read_segment, segments),
+                    MemoryOf(self._trainer.pid),
                 ),
                 Buffers(self._memory(order.buffer_bytes)),
                 partial(self._trainer.channel.send, MemoryRead()),

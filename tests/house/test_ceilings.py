@@ -20,11 +20,11 @@ from house.source import MODULES, PACKAGE, ROOT, subpackage
 LINES = MappingProxyType(
     {
         "": 140,
-        "adapters": 3520,
+        "adapters": 3540,
         "cli": 2000,
         "coordinator": 2230,
-        "core": 7110,
-        "dcp": 4970,
+        "core": 7150,
+        "dcp": 5070,
         "demo": 1030,
         "disk": 4830,
         "follow": 1210,
@@ -37,7 +37,7 @@ LINES = MappingProxyType(
         "writers": 2310,
     }
 )
-WORDS, PAGES = 59_300, 63  # of Markdown in docs and specs
+WORDS, PAGES = 59_450, 63  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (340, 63), (510, 78)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen

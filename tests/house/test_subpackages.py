@@ -69,7 +69,7 @@ HARMLESS = {
     "typing",
 }
 LIBRARIES = {
-    "core/images.py": {"struct", "zlib"},
+    "core/images.py": {"array", "struct", "zlib"},
     "core/documents.py": {"pydantic", "zlib"},
     "core/jobs.py": {"pydantic", "hashlib"},
     "core/lifecycle.py": {"transitions"},

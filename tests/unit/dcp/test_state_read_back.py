@@ -324,7 +324,8 @@ def test_what_torch_trainers_save_is_accepted() -> None:
     }
     made = flat("state", state, 0, SaveRefused)
     StateReadBack().check_state("state", made.values)
-    assert made.paths["optimizer.param_groups.0.lr"] == ("optimizer", "param_groups", 0, "lr")
+    place = made.mappings()["optimizer.param_groups.0.lr"]
+    assert place == ("optimizer", "param_groups", 0, "lr")
 
 
 def test_I12_a_refusal_of_many_kinds_is_bounded() -> None:

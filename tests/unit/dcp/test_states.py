@@ -218,6 +218,7 @@ def test_many_tensors_are_planned_and_staged_without_a_collection():
     driver = StateDriver(DriverOptions(0))
     draft = driver.draft({"state": {f"w{n}": torch.ones(1) for n in range(1000)}})
     planned = driver.merge([draft.summary])
+    gc.collect()  # else the next one may be of an older generation
     seen = Mock()
     gc.callbacks.append(seen)
     try:
@@ -416,6 +417,14 @@ def test_a_value_that_becomes_one_of_each_rank_is_planned_anew():
     states = DcpStates(DriverOptions(0))
     states.plan("state", {"loader": {"rank_0": 1}})
     assert states.plan("state", {"loader": PerRank(1)}).summary.per_rank == {"loader"}
+
+
+def test_a_list_that_becomes_a_dict_of_numbers_is_planned_anew():
+    """Catches: metadata by which a stock loader makes a list of it."""
+    states, tensor = DcpStates(DriverOptions(0)), torch.ones(2)
+    states.plan("state", {"x": [tensor]})
+    plan = states.plan("state", {"x": {0: tensor}}).summary.plan
+    assert plan.planner_data == {"x.0": ("x", "0")}
 
 
 # ------------------------------------------------------------------------------------- restoring

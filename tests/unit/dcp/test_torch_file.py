@@ -341,7 +341,7 @@ def test_without_checksums_torch_writes():
 
 
 def test_a_small_tensor_is_read_before_the_save_returns():
-    """Catches: buffers that a forward pass changed, in the file of the save before; one that fails it."""
+    """Catches: buffers that a forward pass changed, in the file of the save before, or that fail it."""
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     held = Held()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,17 +127,29 @@ def test_the_copy_that_the_tracker_names_stays(root, place):
     assert steps_in(place) == [10, 30]
 
 
-def test_the_step_in_use_is_copied_and_stays_whatever_its_attempt(root, place):
-    """Catches: the newest checkpoint without a copy, or not named, for one of another run that was
-    adopted."""
+@pytest.fixture
+def adopted(root):
+    """The root, whose step 10 is another run's, of a later attempt."""
     manifest = json.loads((directory(root, 10) / MANIFEST).read_bytes())
     del manifest["crc"]
     (directory(root, 10) / MANIFEST).write_text(json.dumps({**manifest, "attempt": 50}))
-    carry(place, root, 10)
-    assert carry(place, root, 20, keep=1).sent == 0
-    assert carry(place, root, 30, keep=1).sent > 0
+    return root
+
+
+def test_the_step_in_use_is_copied_and_stays_whatever_its_attempt(adopted, place):
+    """Catches: the newest checkpoint without a copy, for one of another run that was pruned since."""
+    carry(place, adopted, 10)
+    shutil.rmtree(directory(adopted, 10))
+    assert carry(place, adopted, 20, keep=1).sent == 0
+    assert carry(place, adopted, 30, keep=1).sent > 0
     assert steps_in(place) == [10, 30]
-    carry(place, root, 10)
+
+
+@pytest.mark.parametrize("order", [(10, 30), (30, 10)])
+def test_what_was_adopted_beside_newer_ones_is_not_named(order, adopted, place):
+    """Catches: a tracker that names an old checkpoint of another run."""
+    for step in order:
+        carry(place, adopted, step)
     assert place.read(TRACKER) == b"30\n"
 
 

@@ -235,6 +235,19 @@ def test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns(
     assert (root / LOCATION / "__0_1.distcp").read_bytes() == wanted
 
 
+@pytest.mark.parametrize("promised", [False, True])
+def test_small_memory_is_copied_and_keeps_nobody_waiting(engine, storage, root, promised):
+    """Catches: a save that waits for a writer, or is torn, for the sake of a few numbers."""
+    used, state = engine(mode="gated"), State(size=1000)
+    used._gate = promised
+    wanted = state.wanted(0)
+    run = writer(used, storage, state.part(early=[0, 1]))
+    assert (run.process.must_wait, run.process._mutable) == (False, False)
+    ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
 def test_a_copy_is_read_in_place_of_its_shared_segment():
     """Catches: an average in shared memory beside an optimizer's state, read while it is changed."""
     copies = [Span(1000, 100, 0, 0), Span(1150, 50, 0, 128)]
