@@ -41,9 +41,10 @@ class Workload:
     @property
     def title(self) -> str:
         """The workload as the names of its figures have it; large tensors and one rank go unsaid."""
-        mixed = [f"{MIXED_TENSORS} mixed tensors"] if self.kind == "mixed" else []
+        kind = {"mixed": f"{MIXED_TENSORS} mixed tensors", "small": "tensors of 52 KiB"}
         ranks = [f"{self.ranks} ranks"] if self.ranks > 1 else []
-        return ", ".join([f"{self.work_s:g} s of work", *mixed, *ranks])
+        named = [kind[self.kind]] if self.kind in kind else []
+        return ", ".join([f"{self.work_s:g} s of work", *named, *ranks])
 
 
 def short_figures(

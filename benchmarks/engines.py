@@ -2,7 +2,8 @@
 
 All sides save the same state in turns, in one run, with a sync in between. Each save is followed by a
 forward and backward pass of ``WORK_S`` per GiB (or none), and by an update in place. The state is a
-few large tensors, or many mixed ones. torch computes on one thread, as under torchrun.
+few large tensors, many mixed ones, or thousands of small ones. torch computes on one thread, as under
+torchrun.
 
 All figures are shown for ``DEFAULTS``: large tensors, with a pass of 0.5 s per GiB and without any.
 The other workloads have the stall, its ratio to stock's, and the time until loadable.
@@ -48,6 +49,7 @@ def run(options: Options) -> list[Figure]:
     figures = limits.run(options)
     for kind in KINDS:
         figures += compare(options, _sides, [Workload(work_s, kind) for work_s in WORK_S])
+    figures += compare(options, _sides, [Workload(0.0, "small")])
     [raw] = [figure.median for figure in figures if figure.name == limits.RAW]
     for name in WITH_TARGETS:
         title = f"until loadable, 0 s of work, {name}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
-Kind = Literal["large", "mixed"]
+Kind = Literal["large", "mixed", "small"]
 LARGE_TENSORS, MIXED_TENSORS = 16, 2_000
+SMALL_BYTES = 52 << 10  # of each small tensor
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64)  # of mixed tensors
 _DECADES = 4  # the largest of the mixed tensors has about 10**4 times the bytes of the smallest
 _UNIT_BYTES = 8  # each dtype fits into it without a rest
@@ -20,7 +22,7 @@ _SEED = 1234
 
 
 class TrainingState:
-    """``state_bytes`` of tensors: 16 ``large`` ones of float32, or 2,000 ``mixed`` ones.
+    """``state_bytes`` of tensors: 16 ``large`` ones of float32, 2,000 ``mixed`` ones, or ``small`` ones.
 
     Sizes, dtypes and values come from a seed. ``offsets`` is the place of the tensors in those of
     all ranks, as ``ShardedTensor.from_rank_offsets`` takes it.
@@ -37,7 +39,7 @@ class TrainingState:
         self._offsets = offsets
         self.tensors = [
             torch.rand(length, device=device, generator=generator).mul_(256).to(dtype)
-            for length, dtype in (_large if kind == "large" else _mixed)(state_bytes)
+            for length, dtype in _FORMS[kind](state_bytes)
         ]
 
     def sharded(self, step: int) -> dict[str, Any]:
@@ -60,6 +62,12 @@ def _large(state_bytes: int) -> Iterator[tuple[int, torch.dtype]]:
     return ((length, torch.float32) for _ in range(LARGE_TENSORS))
 
 
+def _small(state_bytes: int) -> Iterator[tuple[int, torch.dtype]]:
+    """As many float32 tensors of 52 KiB as there is room for."""
+    many = max(1, state_bytes // SMALL_BYTES)
+    return ((SMALL_BYTES // _FLOAT_BYTES, torch.float32) for _ in range(many))
+
+
 def _mixed(state_bytes: int) -> Iterator[tuple[int, torch.dtype]]:
     """Length and dtype of each tensor, with as many tensors in each decade of sizes.
 
@@ -72,3 +80,8 @@ def _mixed(state_bytes: int) -> Iterator[tuple[int, torch.dtype]]:
     for start, end in pairwise([0, *ends]):
         dtype = draw.choice(_DTYPES)
         yield (1 + end - start) * _UNIT_BYTES // dtype.itemsize, dtype
+
+
+_FORMS: Mapping[Kind, Callable[[int], Iterator[tuple[int, torch.dtype]]]] = MappingProxyType(
+    {"large": _large, "mixed": _mixed, "small": _small}
+)
