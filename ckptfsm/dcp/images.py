@@ -225,6 +225,12 @@ def counts_steps(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 0 and tensor.is_floating_point()
 
 
+def without_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor; itself, if it is plain: of thousands, most are."""
+    plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    return tensor if plain else tensor.detach()
+
+
 def saved(value: Any) -> bytes:
     """The bytes of ``torch.save``."""
     file = io.BytesIO()

@@ -31,7 +31,7 @@ from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.images import SMALL_BYTES
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
-from ckptfsm.dcp.images import Bucket, Held, counts_steps, saved, to_host
+from ckptfsm.dcp.images import Bucket, Held, counts_steps, saved, to_host, without_grad
 from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
 from ckptfsm.dcp.shared_memory import local_of
@@ -217,7 +217,7 @@ def _items_of(key: str, state: Flat) -> Sequence[WriteItem]:
 
 def _part_of(value: torch.Tensor, item: WriteItem) -> torch.Tensor:
     if type(value) in _PLAIN_KINDS:
-        return value.detach() if value.requires_grad else value
+        return without_grad(value)
     if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__get_tensor_shard__"):
         return value._local_tensor.detach()
     found: torch.Tensor = find_tensor_shard(value, item.index)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +26,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.parts import Planned
-from ckptfsm.dcp.images import Bucket
+from ckptfsm.dcp.images import Bucket, without_grad
 from ckptfsm.megatron.read_back import Places, ReadBack, check_places, places_of
 from ckptfsm.megatron.shardings import check_keys, check_not_empty, check_shards
 
@@ -98,6 +101,7 @@ class Plans:
         self.read_back = ReadBack(common_in_shard)
         self._known: dict[str, _Plan] = {}
 
+    @collection_paused()
     def draft(self, part: str, state: Any) -> PartDraft:
         """Plan one sharded state dict. May raise megatron-core's error for a bad one.
 
@@ -123,11 +127,17 @@ class Plans:
 
 def _structure_of(value: ShardedBase) -> list[Any]:
     """Everything that a plan depends on: the value without its data, and the form of its data."""
-    found = [type(value), *(getattr(value, f.name) for f in fields(value) if f.name != "data")]
+    kind: Any = type(value)
+    found = [kind, _all_but_data(kind)(value)]
     data = value.data
     if isinstance(data, torch.Tensor):
         found += [data.dtype, data.shape, data.stride() if data.layout is torch.strided else None]
     return found
+
+
+@cache
+def _all_but_data(kind: Any) -> Callable[[ShardedBase], Any]:
+    return attrgetter(*(each.name for each in fields(kind) if each.name != "data"))
 
 
 def _make(
@@ -198,7 +208,7 @@ def _is(data: torch.Tensor, values: Values, source: _Source) -> bool:
 
 
 def _data_of(values: Values, source: _Source) -> torch.Tensor:
-    data: torch.Tensor = values[source.key][source.number].data.detach()
+    data = without_grad(values[source.key][source.number].data)
     return data if data.shape == source.shape else data.view(source.shape)
 
 
