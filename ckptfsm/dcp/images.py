@@ -145,8 +145,9 @@ def shards_of(
         for (item, value), last in zip_longest(bucket, before[: len(bucket)]):
             data = last.data_now(value, held) if last is not None and last.item is item else None
             if last is None or data is None:
-                last, blob = _staged(item, value, templates, held)
+                blob = blob_of(item.index.fqn, value, templates, held)
                 size, place = sum(piece.size for piece in blob), _place_of(item)
+                last = _staged(item, value, place, size, blob) if held.device is None else None
                 pieces += blob
             else:
                 size, place = last.size, last.place
@@ -172,16 +173,15 @@ def _place_of(item: WriteItem) -> Row:
 
 
 def _staged(
-    item: WriteItem, value: Any, templates: Templates, held: Held
-) -> tuple[_Staged | None, list[Piece]]:
-    """The pieces of an item; with them, what the next save may use if the data are the value's own."""
-    blob = blob_of(item.index.fqn, value, templates, held)
-    if held.device is not None or type(value) is not torch.Tensor or len(blob) != 3:
-        return None, blob
+    item: WriteItem, value: Any, place: Row, size: int, blob: Sequence[Piece]
+) -> _Staged | None:
+    """What the next save may use of an item; None unless its data are the value's own."""
+    if type(value) is not torch.Tensor or len(blob) != 3:
+        return None
     head, data, tail = blob
     if not isinstance(data, Memory) or value.data_ptr() != data.address or not _lies_plainly(value):
-        return None, blob
-    return _Staged(item, _place_of(item), sum(p.size for p in blob), head, data, tail), blob
+        return None
+    return _Staged(item, place, size, head, data, tail)
 
 
 def blob_of(name: str, value: Any, templates: Templates, held: Held) -> list[Piece]:

@@ -34,10 +34,10 @@ from ckptfsm.core.ports import Finalizer, PartJob
 from ckptfsm.dcp.images import Bucket, Held, counts_steps, saved, to_host, without_grad
 from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
+from ckptfsm.dcp.read_back import PLAIN_KINDS
 from ckptfsm.dcp.shared_memory import local_of
 from ckptfsm.dcp.state_format import Staging, stage_images
 
-_PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter)
 _SAMPLE_BYTES = 1 << 10  # of a DTensor that is compared
 
 
@@ -193,7 +193,7 @@ def _form_of(value: Any) -> object:
 
     Of a tensor that says itself what its items are, a form that equals no other.
     """
-    if type(value) not in _PLAIN_KINDS:
+    if type(value) not in PLAIN_KINDS:
         if not isinstance(value, torch.Tensor):
             return None
         local = local_of(value)
@@ -216,7 +216,7 @@ def _items_of(key: str, state: Flat) -> Sequence[WriteItem]:
 
 
 def _part_of(value: torch.Tensor, item: WriteItem) -> torch.Tensor:
-    if type(value) in _PLAIN_KINDS:
+    if type(value) in PLAIN_KINDS:
         return without_grad(value)
     if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__get_tensor_shard__"):
         return value._local_tensor.detach()
@@ -253,7 +253,7 @@ def _pickled(value: Any) -> bytes:
 def _is_small(value: torch.Tensor) -> bool:
     """True for a tensor of which ranks compare the values."""
     return (
-        type(value) in _PLAIN_KINDS
+        type(value) in PLAIN_KINDS
         and value.device.type == "cpu"
         and value.layout is torch.strided
         and value.numel() * value.itemsize < SMALL_BYTES

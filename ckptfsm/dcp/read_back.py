@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 # --------------------------------------------------------------------------------------- tensors
 
-_PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter)
+PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = "give a torch.Tensor with them"
 _TUPLE = "a tuple (x,), which is pickled whole"
 WAYS: Mapping[str, str] = {
@@ -85,7 +85,7 @@ def misfit(value: Any, ways: Mapping[str, str] = WAYS) -> str:
 
     ``ways`` are the ways out of tensors, by the names of their classes.
     """
-    if type(value) not in _PLAIN_KINDS:
+    if type(value) not in PLAIN_KINDS:
         if isinstance(value, PerRank):
             return (
                 "a PerRank has its place in dicts, or is a part: make all of the list or object one"
@@ -96,7 +96,7 @@ def misfit(value: Any, ways: Mapping[str, str] = WAYS) -> str:
             return "it is not initialized: run the module once"
         # a parameter of another class has its values in a plain tensor all the same
         plain = value.detach() if isinstance(value, torch.nn.Parameter) else value
-        if type(plain) not in _PLAIN_KINDS:
+        if type(plain) not in PLAIN_KINDS:
             return f"its values are not in a plain tensor: {ways.get(type(value).__name__, _PLAIN)}"
     if value.is_meta:
         return "it is on the meta device and has no values: materialize it first"
@@ -112,7 +112,7 @@ def misfit_of_tensor(value: torch.Tensor) -> str:
 
     That of a distributed tensor is asked of what this rank has of it.
     """
-    if type(value) not in _PLAIN_KINDS:
+    if type(value) not in PLAIN_KINDS:
         if isinstance(value, DTensor):
             if any(placement.is_partial() for placement in value.placements):
                 return _PARTIAL
@@ -308,7 +308,7 @@ class _Pickler(pickle.Pickler):
             raise Misfit(said)
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        special = type(value) not in _PLAIN_KINDS
+        special = type(value) not in PLAIN_KINDS
         more = special or value.__dict__ or value._backward_hooks or value.is_mkldnn
         return NotImplemented if more else (torch.Size, ((),))
 

@@ -70,7 +70,7 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, lookup
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup
 from ckptfsm.disk.inspection import read_manifest, read_tracker
 from ckptfsm.disk.journal import saved_since
 from ckptfsm.disk.overview import layout_of_names
@@ -438,7 +438,7 @@ class Carrier:
 
     def _is_here(self, theirs: AttemptId) -> bool:
         """True if the root has the checkpoint of an attempt."""
-        layout = layout_of_names(self.place.names())
+        layout = layout_of_names(list_names(self.storage, ""))
         here = read_manifest(self.storage, layout.published_name(theirs.step))
         return here is not None and here.of == theirs
 

@@ -93,7 +93,7 @@ def copies_in(place: CopyPlace) -> list[CopyFound]:
 
     Raises ``PlaceFailed``, or ``NewerSchema`` for a manifest of a newer version.
     """
-    back = rolled_back_in(place)
+    back = _rolled_back_in(place)
     named = [
         (name, step, layout)
         for name in place.names()
@@ -106,7 +106,7 @@ def copies_in(place: CopyPlace) -> list[CopyFound]:
     return sorted(marked, key=_rank, reverse=True)
 
 
-def rolled_back_in(place: CopyPlace) -> RolledBack | None:
+def _rolled_back_in(place: CopyPlace) -> RolledBack | None:
     """The last rollback of the run of a place, None if there was none. Raises ``DamagedRoot``."""
     data = place.read(ROLLED_BACK)
     return decode(RolledBack, data, f"{place.where}/{ROLLED_BACK}") if data is not None else None

@@ -50,8 +50,9 @@ def remove_surplus(place: CopyPlace, keep: int, epoch: int, in_use: int | None) 
         if copy.data is None and copy.claim is None:
             place.remove_empty(copy.name)  # a removal was cut short after the claim
         elif copy.step not in (named, in_use):
-            left_behind = copy.manifest is not None and turn(copy.manifest.of) not in latest
-            before = max(latest) if left_behind and named == in_use else min(latest)
+            # Whole, and not counted: of an earlier rollback, too, which the mark does not tell any more.
+            aside = copy.manifest is not None and turn(copy.manifest.of) not in latest
+            before = max(latest) if aside and named == in_use else min(latest)
             if _is_earlier(copy, before, epoch):
                 _remove(place, copy)
 
