@@ -9,6 +9,8 @@ buffers that an earlier one waits for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +18,73 @@ from functools import partial
 
 import xxhash
 
-from ckptfsm.adapters.memory import MemoryReader
+from ckptfsm.adapters.memory import MemoryReader, large_pages, take_now
 from ckptfsm.core.images import CHUNK_BYTES, Chunk, Image, Memory, Slice
 from ckptfsm.writers.image import fill
 
+_BLOCK_BYTES = 64 << 20  # that are mapped at once
+
 
 class Buffers:
-    """Chunk-sized pieces of one mapping, aligned for direct writes."""
+    """Chunk-sized buffers, aligned for direct writes. If none is free, one is made, up to a limit.
 
-    def __init__(self, mapping: memoryview) -> None:
+    All are kept for the next job: fresh memory is slow.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[memoryview] = []
+        self._mapped: list[memoryview] = []  # that nobody has used: no page of it is there
+        self._more = 0  # that may be made
+        self._lock = threading.Lock()  # of all three
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for start in range(0, len(mapping), CHUNK_BYTES):
-            self._free.put(mapping[start : start + CHUNK_BYTES])
+
+    @property
+    def size(self) -> int:
+        """The bytes that are kept."""
+        return len(self._made) * CHUNK_BYTES
+
+    def allow(self, size: int) -> None:
+        """Let the next job, which runs alone, have ``size`` bytes; give back what is more."""
+        most = max(1, -(-size // CHUNK_BYTES))
+        self._made = self._made[:most]
+        self._more = most - len(self._made)
+        self._free = queue.SimpleQueue()
+        for view in self._made:
+            self._free.put(view)
 
     def take(self) -> Chunk:
-        """A free buffer; waits for one."""
-        view = self._free.get()
-        return Chunk(view, partial(self._free.put, view))
+        """A free buffer; waits for one. Raises ``OSError`` if there is no memory for any."""
+        free = self._free
+        view = (self._fresh() if free.empty() else None) or free.get()
+        return Chunk(view, partial(free.put, view))
+
+    def _fresh(self) -> memoryview | None:
+        """A buffer in fresh memory. None if there may be no more, or the kernel has no memory."""
+        with self._lock:
+            if not self._more:
+                return None
+            self._more -= 1
+        try:
+            with self._lock:
+                if not self._mapped:
+                    self._mapped = list(_chunks(large_pages(_BLOCK_BYTES)))
+                view = self._mapped.pop()
+            # A page that a copy touches first slows it threefold; Linux before 5.14 cannot help.
+            take_now(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+        except OSError:
+            with self._lock:
+                self._more = 0
+                if not self._made:
+                    raise
+            return None  # the reads wait for the disk
+        with self._lock:
+            self._made.append(view)
+        return view
+
+
+def _chunks(mapping: mmap.mmap) -> Iterator[memoryview]:
+    view = memoryview(mapping)
+    return (view[at : at + CHUNK_BYTES] for at in range(0, len(view), CHUNK_BYTES))
 
 
 class Prefetch:

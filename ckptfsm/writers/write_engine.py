@@ -36,6 +36,7 @@ from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, early_of, ranges_of
 from ckptfsm.writers.write_job import LISTEN_S, SERVE_S, MemoryRoute, WriteJob
 from ckptfsm.writers.write_process import (
+    Done,
     Hello,
     OrderAccepted,
     ProbeMemory,
@@ -81,6 +82,7 @@ class WriteEngine:
         self.check_signals = no_signal
         self._settings = settings
         self._process: Spawned | None = None
+        self._kept_bytes = 0  # by a process, for its buffers
         self._greeted = False
         self._refused = ""
         self._gate = False
@@ -104,6 +106,7 @@ class WriteEngine:
 
     def _spawned(self) -> Spawned:
         process = Spawned("ckptfsm.writers.write_process", "main")
+        self._kept_bytes = 0
         try:
             process.send(self._question)
         except BaseException:
@@ -196,8 +199,6 @@ class WriteEngine:
         # Memory that the trainer may change at any time is copied, or read before ``save`` returns. No
         # check afterwards finds every change: many are not counted, or end before the first reading.
         early = early_of(memory, mutable) if self._gate else mutable
-        needed = sum(image.chunk_count for image in job.images) * CHUNK_BYTES
-        buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
         small = all(each.size < SMALL_BYTES for each in early)  # nobody waits for those
         copied = early if self._gate or self._settings.mode != "gated" or small else []
         if self._refused:
@@ -220,8 +221,9 @@ class WriteEngine:
             self._say_once("gate_not_promised", said)
         taken = set() if arena is None else set(copied)
         others = [each for each in ranges if each not in taken]
+        needed = sum(image.chunk_count for image in job.images) * CHUNK_BYTES
         return MemoryRoute(
-            buffers if others else min(buffers, _ARENA_BUFFER_BYTES),
+            self._buffer_bytes(needed) if others else min(needed, _ARENA_BUFFER_BYTES),
             mutable=not taken.issuperset(mutable),
             segments=tuple(s for s in self._segments if any(s.holds(*each) for each in others)),
             arena=arena,
@@ -229,6 +231,13 @@ class WriteEngine:
             must_wait=bool(early) and arena is None,
             copies=copies,
         )
+
+    def _buffer_bytes(self, needed: int) -> int:
+        """The memory for reads ahead of the disk, for which the trainer waits before its update."""
+        most = self._settings.buffer_bytes
+        if self._settings.mode == "auto" and needed > most:
+            most = max(most, affordable_bytes(self._settings.free_bytes) + self._kept_bytes)
+        return min(needed, most)
 
     def _new_count(self) -> SharedSegment | None:
         """A segment for the count of written bytes. A save goes on without one."""
@@ -433,13 +442,13 @@ class WriteEngine:
             return "the writer is forked"
         return "save waits until the writer has read the state"
 
-    def reuse_process(self, process: Spawned, nice_refused: str) -> None:
-        """Use a process again: its job is done. See ``write_process.Done``."""
-        if nice_refused:
-            said = f"writer_nice={self._settings.nice} has no effect: {nice_refused}"
-            self._say_once("nice_refused", said, error=nice_refused)
+    def reuse_process(self, process: Spawned, done: Done) -> None:
+        """Use a process again: its job is done."""
+        if done.nice_refused:
+            said = f"writer_nice={self._settings.nice} has no effect: {done.nice_refused}"
+            self._say_once("nice_refused", said, error=done.nice_refused)
         if self._process is None and process.is_of_this_user:
-            self._process, self._greeted = process, True
+            self._process, self._greeted, self._kept_bytes = process, True, done.buffer_bytes
         else:
             process.kill(0.0)
 

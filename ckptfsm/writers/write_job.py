@@ -87,7 +87,7 @@ class WriteJob:
         job: RankJob,
         reading: MemoryRoute,
         *,
-        reuse_process: Callable[[Spawned, str], None],
+        reuse_process: Callable[[Spawned, Done], None],
         reuse_arena: Callable[[Arena], None],
         later: Callable[[], object] | None = None,
         again: Callable[[], Spawned | None] | None = None,
@@ -215,7 +215,7 @@ class WriteJob:
                 self._taken, self._kept = True, None
             elif isinstance(message, Done):
                 self._end(Outcome(0, message.payload, complete=True))
-                self._reuse_process(self._process, message.nice_refused)
+                self._reuse_process(self._process, message)
             elif isinstance(message, JobEnded):
                 self._failure = Outcome(1, error=message.error)
             elif isinstance(message, OrderAccepted):

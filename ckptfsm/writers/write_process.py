@@ -6,9 +6,7 @@ trainer's side. A job that fails ends the process, so that no thread and no file
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import os
 import pickle
 import threading
@@ -18,13 +16,12 @@ from functools import partial
 from importlib import import_module
 
 from ckptfsm.adapters.fork import child_error
-from ckptfsm.adapters.memory import MemoryOf, large_pages, take_now
+from ckptfsm.adapters.memory import MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import SpanReader, read_segment, sent_spans
 from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe
-from ckptfsm.core.images import CHUNK_BYTES
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import ChildError, RankJob, Storage
 from ckptfsm.disk.trash import remove_staged
@@ -94,10 +91,12 @@ class Done:
     """The job is durable: (part, bytes, payload) for each part.
 
     ``nice_refused``: "", or the reason why the process takes its full share of the processor.
+    ``buffer_bytes``: the memory that it keeps for the next job.
     """
 
     payload: list[tuple[str, int, object]]
     nice_refused: str = ""
+    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class Server:
         self._trainer = TrainersEnd()
         self._storages: dict[str, PosixStorage] = {}
         self._confirmed = threading.Event()
-        self._mapping: mmap.mmap | None = None
+        self._buffers = Buffers()
         self._inconsiderate = ""
 
     def serve(self) -> None:
@@ -166,6 +165,7 @@ class Server:
         try:
             job: RankJob = pickle.loads(order.job)
             order.job = b""  # a part of bytes may be large
+            self._buffers.allow(order.buffer_bytes)
             source = Prefetch(
                 [part_job.images for part_job in job.part_jobs if part_job.images],
                 SpanReader(
@@ -173,7 +173,7 @@ class Server:
                     partial(read_segment, segments),
                     MemoryOf(self._trainer.pid),
                 ),
-                Buffers(self._memory(order.buffer_bytes)),
+                self._buffers,
                 partial(self._trainer.channel.send, MemoryRead()),
                 threads=_THREADS,
                 twice=order.twice,
@@ -196,17 +196,7 @@ class Server:
         except BaseException as error:  # the trainer must learn of every error
             self._trainer.channel.send(JobEnded(child_error(error)))
             os._exit(1)
-        self._trainer.channel.send(Done(payload, self._inconsiderate))
-
-    def _memory(self, size: int) -> memoryview:
-        """At least ``size`` bytes of memory, present, and kept for the next job."""
-        size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
-        if self._mapping is None or len(self._mapping) < size:
-            self._mapping = None  # first: else both are there for a moment
-            self._mapping = large_pages(size)
-            # A page that a copy touches first slows it threefold; Linux before 5.14 cannot help.
-            take_now(ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)), size)
-        return memoryview(self._mapping)[:size]
+        self._trainer.channel.send(Done(payload, self._inconsiderate, self._buffers.size))
 
 
 def _import_all(modules: tuple[str, ...]) -> None:

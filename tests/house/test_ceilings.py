@@ -34,10 +34,10 @@ LINES = MappingProxyType(
         "ranks": 4610,
         "testing": 2340,
         "views": 1380,
-        "writers": 2310,
+        "writers": 2420,
     }
 )
-WORDS, PAGES = 59_450, 63  # of Markdown in docs and specs
+WORDS, PAGES = 60_200, 63  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
 UNTIL_RETURNED, UNTIL_PRUNED = (362, 65), (543, 80)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen

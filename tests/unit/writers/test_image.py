@@ -41,6 +41,7 @@ from ckptfsm.disk.durable import lookup, make_dirs
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers import image as images
+from ckptfsm.writers import prefetch
 from ckptfsm.writers.image import ImagePart, InlineChunks, write_image
 from ckptfsm.writers.prefetch import Buffers, Prefetch
 from ckptfsm.writers.rank_writer import write_rank
@@ -200,10 +201,49 @@ def test_F5_F6_an_error_of_the_disk_is_raised(call):
         write_image(failing, "", some_file(trainer), InlineChunks(trainer))
 
 
+def some_buffers(count: int) -> Buffers:
+    made = Buffers()
+    made.allow(count * images.CHUNK_BYTES)
+    return made
+
+
+def test_buffers_are_made_as_they_are_needed_and_kept():
+    """Catches: memory of the size of the state for a disk that is fast enough, or anew each time."""
+    buffers = some_buffers(3)
+    first = buffers.take()
+    assert buffers.size == images.CHUNK_BYTES
+    first.give_back()
+    taken = [buffers.take() for _ in range(3)]
+    assert len({ctypes.addressof(ctypes.c_char.from_buffer(each.view)) for each in taken}) == 3
+    assert buffers.size == 3 * images.CHUNK_BYTES
+    assert buffers._fresh() is None
+    taken[0].give_back()
+    assert buffers.take().view is taken[0].view
+    buffers.allow(2 * images.CHUNK_BYTES)  # the next job
+    taken[2].give_back()  # late, of the job before
+    assert buffers.size == 2 * images.CHUNK_BYTES
+    assert buffers._free.qsize() == 2
+    assert buffers._fresh() is None
+
+
+def test_reads_go_on_with_the_buffers_that_there_are(monkeypatch):
+    """Catches: a save that fails because its host has no memory for more than it needs."""
+    buffers = some_buffers(3)
+    first = buffers.take()
+
+    def refuse(address: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(prefetch, "take_now", refuse)
+    threading.Timer(0.05, first.give_back).start()
+    assert buffers.take().view is first.view
+    with pytest.raises(OSError, match="no memory"):
+        some_buffers(1).take()
+
+
 def prefetched(trainer: Trainer, parts: list[list[Image]], buffers: int, threads: int = 2):
-    memory = memoryview(bytearray(buffers * images.CHUNK_BYTES))
     taken = threading.Event()
-    source = Prefetch(parts, trainer, Buffers(memory), taken.set, threads=threads)
+    source = Prefetch(parts, trainer, some_buffers(buffers), taken.set, threads=threads)
     return source, taken
 
 
@@ -279,7 +319,7 @@ def test_the_reads_have_ended_when_a_source_is_joined():
     """Catches: threads that read for a job which is over, into the buffers of the next."""
     memory, calls = Slow(), []
     parts = [[image_of("0", [Memory(0, 5)])]]
-    buffers = Buffers(memoryview(bytearray(images.CHUNK_BYTES)))
+    buffers = some_buffers(1)
     source = Prefetch(parts, memory, buffers, lambda: calls.append("taken"), threads=1)
     source.start()
     joined = threading.Thread(target=lambda: (source.join(), calls.append("joined")))
@@ -292,7 +332,7 @@ def test_the_reads_have_ended_when_a_source_is_joined():
 def test_an_error_of_a_read_is_raised_though_no_file_waits_for_it():
     """Catches: a job whose parts are left out, and that is done with a state nobody could read."""
     memory = Slow(OSError(errno.EFAULT, "no such memory"))
-    buffers = Buffers(memoryview(bytearray(images.CHUNK_BYTES)))
+    buffers = some_buffers(1)
     source = Prefetch([[image_of("0", [Memory(0, 5)])]], memory, buffers, str, threads=1)
     source.start()
     memory.go.set()
@@ -331,7 +371,7 @@ def test_a_second_reading_finds_a_change(changed):
     image = image_of(
         "0", [Literal(b"x"), trainer.pieces[0], BlobTail(TAIL, PATCH), trainer.pieces[1]]
     )
-    buffers = Buffers(memoryview(bytearray(3 * images.CHUNK_BYTES)))  # all are full
+    buffers = some_buffers(3)  # all are full
 
     class Changing:
         reads = 0

@@ -216,6 +216,33 @@ def test_a_gated_save_holds_no_copy_until_all_is_read(engine, storage, root):
     assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
 
 
+@pytest.mark.parametrize(
+    ("mode", "free", "wanted"),
+    [("auto", 1 << 40, 40), ("auto", 40 * MIB, 20), ("auto", 0, 8), ("gated", 1 << 40, 8)],
+)
+def test_a_gate_waits_for_no_disk_where_there_is_memory(engine, mode, free, wanted):
+    """Catches: a trainer that waits for a slow disk beside free memory, or whose host has none left."""
+    used = engine(mode=mode, buffer_bytes=8 * MIB, free_bytes=lambda: free)
+    used.expect_gate()
+    assert used._reading(job(State(count=1, size=36 * MIB).part())).buffer_bytes == wanted * MIB
+
+
+def test_the_buffers_of_a_writer_count_as_free_memory(engine, storage, root):
+    """Catches: half of the buffers in each save, as the writer itself has taken the free memory."""
+    free = 80 * MIB
+    used = engine(buffer_bytes=8 * MIB, free_bytes=lambda: free)
+    used.expect_gate()
+    state = State(count=1, size=36 * MIB)
+    ends(writer(used, storage, state.part()))
+    kept = used._kept_bytes
+    assert 8 * MIB <= kept <= 40 * MIB
+    free = 0
+    assert used._reading(job(state.part())).buffer_bytes == kept
+    used._process.kill()
+    ends(writer(used, storage, state.part(), of=begin_attempt(root)))
+    assert used._kept_bytes == 8 * MIB
+
+
 @pytest.mark.parametrize("free", [1 << 40, 0])
 def test_memory_that_waits_for_no_gate_may_be_changed_when_the_launch_returns(
     engine, storage, root, free
