@@ -19,10 +19,11 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.views.reading import read_lives
 from ckptfsm.views.timeline import place
 
-WITH_TARGETS = ("eager", "gated")
-_STALL_TARGETS = {("eager", 0.0): 0.15, ("gated", 0.5): 0.03}
-_LOADABLE_TARGET = 0.5
+WITH_TARGETS = ("eager", "gated", "auto")
+_STALL_TARGETS = {("eager", 0.0): 0.15, ("gated", 0.5): 0.03, ("auto", 0.5): 0.03}
+_LOADABLE_TARGET = 0.45
 _CPU_TARGET = 0.5
+_FIRST_TARGET = 2.0
 _STATES = (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN, State.FINALIZED)
 _LEAST_S = 1e-6  # a small state may be saved for nothing
 _NO_TARGETS: Mapping[str, float] = MappingProxyType({})
@@ -60,6 +61,18 @@ def short_figures(
         if name != "stock":
             figures.append(over(f"{title} / stock", stalls, fastest_s, targets.get(name)))
         figures.append(in_unit(f"until loadable, {workload.title}, {name}", "ms", MS, loadable))
+    return figures
+
+
+def first_figures(workload: Workload, firsts: Mapping[str, Sample]) -> list[Figure]:
+    """The stall of the first save of each side (ms), whose plan is cold, and its ratio to stock's."""
+    figures = []
+    for name, sample in firsts.items():
+        title = f"stall of the first save, {workload.title}, {name}"
+        figures.append(in_unit(title, "ms", MS, [sample.stall_s]))
+        if name in WITH_TARGETS:
+            base = firsts["stock"].stall_s
+            figures.append(over(f"{title} / stock", [sample.stall_s], base, _FIRST_TARGET))
     return figures
 
 

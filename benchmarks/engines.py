@@ -22,24 +22,28 @@ from benchmarks import limits
 from benchmarks.comparison import (
     WITH_TARGETS,
     Workload,
+    first_figures,
     full_figures,
     over,
     short_figures,
     time_in_states,
     times_of,
 )
-from benchmarks.measure import Figure, Options
-from benchmarks.one_save import save_in_turns
+from benchmarks.measure import MS, Figure, Options, ratio
+from benchmarks.one_save import save_in_turns, settled
 from benchmarks.sides import ManagerSide, Side, StockSide
-from benchmarks.state import Kind, TrainingState
+from benchmarks.state import SMALL_BYTES, Kind, TrainingState
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
-ENGINES = ("fork", "eager", "gated")
+ENGINES = ("fork", "eager", "gated", "auto")
 WORK_S = (0.0, 0.25, 0.5, 1.0)  # per GiB of state
 KINDS: tuple[Kind, ...] = ("large", "mixed")
 DEFAULTS = (Workload(0.0), Workload(0.5))
-_TARGET_OF_RAW = 1 / 0.9  # at least 0.9 of the raw device's rate
+_TARGET_OF_RAW = 1 / 0.95  # at least 0.95 of the raw device's rate
+
+_OF_LARGE, _EACH_S = 1.5, 15e-6  # of the stall of 16 tensors, and for each small one
+_LEAST_MS = 1.0  # a stall within the noise
 
 OpenSides = Callable[[Path], AbstractContextManager[list[Side]]]
 
@@ -50,12 +54,44 @@ def run(options: Options) -> list[Figure]:
     for kind in KINDS:
         figures += compare(options, _sides, [Workload(work_s, kind) for work_s in WORK_S])
     figures += compare(options, _sides, [Workload(0.0, "small")])
-    [raw] = [figure.median for figure in figures if figure.name == limits.RAW]
+    raw = _of(figures, limits.RAW).median
+    figures += [_small_over_large(figures, options), *_auto_over_eager(figures)]
     for name in WITH_TARGETS:
         title = f"until loadable, 0 s of work, {name}"
-        [until] = [figure.samples for figure in figures if figure.name == title]
+        until = _of(figures, title).samples
         figures.append(over(f"{title} / raw write", until, raw, _TARGET_OF_RAW))
     return figures
+
+
+def _small_over_large(figures: Sequence[Figure], options: Options) -> Figure:
+    """The stall of an eager save of small tensors, over the most that it may be."""
+    small, large = Workload(0.0, "small"), Workload(0.0)
+    allowed_s = _OF_LARGE * _of(figures, f"stall, {large.title}, eager").median / MS
+    allowed_s += _EACH_S * options.state_bytes / SMALL_BYTES
+    stalls = [stall / MS for stall in _of(figures, f"stall, {small.title}, eager").samples]
+    return over(
+        f"stall, {small.title}, eager / (1.5 x 16 tensors + 15 us each)", stalls, allowed_s, 1.0
+    )
+
+
+def _auto_over_eager(figures: Sequence[Figure]) -> list[Figure]:
+    """The stall of ``auto`` with a gate, over that of ``eager``, pair by pair."""
+    found = []
+    for workload in DEFAULTS:
+        auto, eager = (
+            [
+                max(stall, _LEAST_MS)
+                for stall in _of(figures, f"stall, {workload.title}, {name}").samples
+            ]
+            for name in ("auto", "eager")
+        )
+        found.append(ratio(f"stall, {workload.title}, auto / eager", auto, eager, 1.0))
+    return found
+
+
+def _of(figures: Sequence[Figure], name: str) -> Figure:
+    [found] = [figure for figure in figures if figure.name == name]
+    return found
 
 
 def compare(
@@ -70,7 +106,11 @@ def compare(
         work = options.work / f"{kind}-{workload.work_s:g}"
         work.mkdir()
         with open_sides(work) as sides:
-            samples = save_in_turns(sides, state, workload.work_s, options)
+            rounds = save_in_turns(sides, state, workload.work_s, options)
+            if not workload.work_s:
+                firsts = {name: each[0] for name, each in rounds.items()}
+                figures += first_figures(workload, firsts)
+            samples = settled(rounds, options)
             if workload not in DEFAULTS:
                 times = {name: times_of(each) for name, each in samples.items()}
                 figures += short_figures(workload, times)
@@ -92,10 +132,11 @@ def _sides(work: Path) -> Iterator[list[Side]]:
 
 
 def manager_sides(work: Path, engines: Sequence[str], stack: contextlib.ExitStack) -> list[Side]:
-    """Stock, and a manager for each engine until ``stack`` is closed."""
+    """Stock, and a manager for each engine until ``stack`` is closed; ``auto`` is promised a gate."""
     sides: list[Side] = [StockSide(work / "stock")]
     for engine in engines:
         root = work / engine
         manager = CheckpointManager(root, retention=LatestN(1), engine=engine)
-        sides.append(ManagerSide(root, stack.enter_context(manager), engine))
+        opened = stack.enter_context(manager)
+        sides.append(ManagerSide(root, opened, engine, gate=engine == "auto"))
     return sides

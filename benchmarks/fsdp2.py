@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.comparison import Times, over, times_of
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio
-from benchmarks.one_save import save_in_turns
+from benchmarks.one_save import save_in_turns, settled
 from benchmarks.peers import DcpSide, TorchCheckpointingSide
 from benchmarks.real_ranks import RANKS, report, run_ranks
 from benchmarks.restoring import drop_cache
@@ -170,7 +170,7 @@ def _saves(options: Options, work_s: float, state: FsdpState) -> dict[str, Times
             root = work / engine
             manager = CheckpointManager(root, retention=LatestN(1), engine=engine)
             sides.append(ManagerSide(root, stack.enter_context(manager), f"ckptfsm {engine}"))
-        samples = save_in_turns(sides, state, work_s, options)
+        samples = settled(save_in_turns(sides, state, work_s, options), options)
         times = {name: times_of(each) for name, each in samples.items()}
         of_all: list[dict[str, Times]] = [{} for _ in range(RANKS)]
         dist.all_gather_object(of_all, times)

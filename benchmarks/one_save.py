@@ -64,7 +64,7 @@ class Pass:
 def save_in_turns(
     sides: Sequence[Side], state: TrainingState, work_s: float, options: Options
 ) -> dict[str, list[Sample]]:
-    """The samples of each side. All ranks call it together; the order of the sides alternates.
+    """All samples of each side, see ``settled``. All ranks call it together; the order alternates.
 
     ``work_s`` is the time of the pass for each GiB of the state.
     """
@@ -74,9 +74,13 @@ def save_in_turns(
         for side in sides if number % 2 == 0 else reversed(sides):
             sample = save_once(side, number + 1, state, between, options.poll_interval_s)
             _clear(side)
-            if number >= options.warm_up_rounds:
-                samples[side.name].append(sample)
+            samples[side.name].append(sample)
     return samples
+
+
+def settled(samples: dict[str, list[Sample]], options: Options) -> dict[str, list[Sample]]:
+    """The samples without those of the first rounds."""
+    return {name: each[options.warm_up_rounds :] for name, each in samples.items()}
 
 
 def save_once(

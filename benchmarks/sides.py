@@ -91,12 +91,14 @@ class StockSide:
 class ManagerSide:
     """``CheckpointManager`` with everything on: journal, receipts, digests, tracker, retention."""
 
-    def __init__(self, root: Path, manager: CheckpointManager, name: str = "ckptfsm") -> None:
+    def __init__(
+        self, root: Path, manager: CheckpointManager, name: str = "ckptfsm", *, gate: bool = False
+    ) -> None:
         self.name = name
         self.root = root
         self._manager = manager
         self._handle: SaveHandle | None = None
-        if manager.config.engine == "gated":
+        if gate or manager.config.engine == "gated":
             manager.expect_gate()
 
     def save(self, step: int, state: dict[str, Any]) -> None:

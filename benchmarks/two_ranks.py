@@ -16,12 +16,12 @@ import torch.distributed as dist
 from benchmarks.comparison import Times, Workload, short_figures, times_of
 from benchmarks.engines import manager_sides
 from benchmarks.measure import Figure, Options
-from benchmarks.one_save import save_in_turns
+from benchmarks.one_save import save_in_turns, settled
 from benchmarks.real_ranks import RANKS, report, run_ranks
 from benchmarks.state import TrainingState
 from ckptfsm.megatron.compat import cpu_devices
 
-ENGINES = ("eager", "gated")
+ENGINES = ("eager", "gated", "auto")
 WORKLOADS = tuple(Workload(work_s, ranks=RANKS) for work_s in (0.0, 0.5))
 
 
@@ -51,7 +51,7 @@ def _times(options: Options, workload: Workload, state: TrainingState) -> dict[s
     work.mkdir(exist_ok=True)  # every rank makes it
     with contextlib.ExitStack() as stack:
         sides = manager_sides(work, ENGINES, stack)
-        samples = save_in_turns(sides, state, workload.work_s, options)
+        samples = settled(save_in_turns(sides, state, workload.work_s, options), options)
         times = {name: times_of(each) for name, each in samples.items()}
         of_all: list[dict[str, Times]] = [{} for _ in range(RANKS)]
         dist.all_gather_object(of_all, times)
