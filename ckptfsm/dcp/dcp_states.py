@@ -76,6 +76,6 @@ class DcpStates:
         return set().union(*wanted)
 
     def load(
-        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
+        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled]
     ) -> Any:
         return self._surveyed.pop(directory).load(drop, full)

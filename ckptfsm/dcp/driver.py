@@ -274,7 +274,7 @@ class StateDriver:
         parts: Mapping[str, Any],
         directories: Mapping[str, str],
         drop: set[str],
-        full: Collection[Filled | None],
+        full: Collection[Filled],
     ) -> Mapping[str, Any]:
         """See ``ports.Driver.load``. Tensors whose memory is in ``full`` are filled already."""
         loaded = {}

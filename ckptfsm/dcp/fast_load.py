@@ -1,9 +1,10 @@
 """Loads the tensors of a checkpoint of ours straight from its files, and verifies these.
 
-Stock's load opens each item with ``torch.load``, one after the other, and copies it twice. Where a
-rank wants a tensor exactly as it is stored, its bytes lie in a file as they do in memory. Then the
-file is read whole, past the page cache, with several reads in flight (``disk.pieces``). Stock's load
-does the rest: objects, other shardings or dtypes, files of which less than half is wanted.
+Stock's load opens each item with ``torch.load``, one after the other, and copies it twice. Here each
+file is read once, whole, past the page cache, with several reads in flight (``disk.pieces``). Where a
+rank wants a tensor as it is stored, its bytes lie in the file as they do in memory. Under another
+sharding, parts of an item are copied to the tensors that want them. Stock's load does the rest:
+objects, other dtypes, files of which less than half is wanted.
 
 The place of the data in a blob is never taken from the disk. Torch makes the head for the wanted
 structure, as for a save, and the stored head has to be the same. Metadata is read only after its digest
@@ -13,16 +14,23 @@ was compared. A tensor whose place is odd in any way is left to stock's load.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
+from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
 from ckptfsm.core.documents import FileEntry
@@ -56,19 +64,38 @@ class Blob(NamedTuple):
     size: int
 
 
-@dataclass(slots=True)
-class Target:
-    """A tensor to be filled: its bytes in memory, and the place of its blob in a file.
+class Region(NamedTuple):
+    """The values that a wanted tensor and a stored item have in common: ``data[into]``, ``item[of]``.
 
-    ``filled`` counts the bytes so far. ``same`` turns False at a byte of the head that differs.
+    ``shard`` names the wanted tensor, ``data`` is its memory.
     """
 
-    shard: Filled | None
-    bytes: torch.Tensor
+    shard: Filled
+    data: torch.Tensor
+    into: tuple[slice, ...]
+    of: tuple[slice, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(each.stop - each.start for each in self.into)
+
+
+@dataclass(slots=True)
+class Target:
+    """A stored item of ``shape``, to be read from its blob in a file into the tensors of ``regions``.
+
+    If it is all of a single tensor, the bytes are read into this tensor's memory. Else the item has
+    memory of its own until it is whole. ``filled`` counts the bytes so far. ``same`` turns False at
+    a byte of the head that differs.
+    """
+
+    regions: list[Region]
+    shape: tuple[int, ...]
     blob: Blob
     start: int
     filled: int = 0
     same: bool = True
+    _bytes: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -76,20 +103,49 @@ class Target:
         return self.start + self.blob.size
 
     @property
+    def length(self) -> int:
+        """The bytes of the item."""
+        return prod(self.shape) * self.regions[0].data.itemsize
+
+    @property
     def is_full(self) -> bool:
-        return self.same and self.filled == len(self.bytes)
+        return self.same and self.filled == self.length
 
     def take(self, offset: int, view: memoryview, data: torch.Tensor) -> None:
-        """Compare or copy the part of a piece that is this tensor's. Pieces come in order."""
+        """Compare or copy the part of a piece that is this item's. Pieces come in order."""
         head, at = self.blob.head, self.start - offset  # places count from the piece's start
         low, high = max(at, 0), min(at + len(head), len(view))
         if low < high and view[low:high] != head[low - at : high - at]:
             self.same = False
         at += len(head)
-        low, high = max(at, 0), min(at + len(self.bytes), len(view))
+        low, high = max(at, 0), min(at + self.length, len(view))
         if self.same and low < high:
-            self.bytes[low - at : high - at].copy_(data[low:high])
+            self._memory()[low - at : high - at].copy_(data[low:high])
             self.filled += high - low
+            if self.is_full:
+                self._place()
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if the item is all of the only tensor that wants it."""
+        return len(self.regions) == 1 and tuple(self.regions[0].data.shape) == self.shape
+
+    def _memory(self) -> torch.Tensor:
+        if self._bytes is None:
+            self._bytes = (
+                self.regions[0].data.reshape(-1).view(torch.uint8)
+                if self._is_whole
+                else torch.empty(self.length, dtype=torch.uint8)
+            )
+        return self._bytes
+
+    def _place(self) -> None:
+        """Copy the whole item to the tensors that want a part of it."""
+        if not self._is_whole:
+            item = self._memory().view(self.regions[0].data.dtype).reshape(self.shape)
+            for region in self.regions:
+                region.data[region.into].copy_(item[region.of])
+        self._bytes = None
 
 
 class FastLoad:
@@ -134,9 +190,13 @@ class FastLoad:
     ) -> Mapping[str, Any]:
         return self._load_rest(parts, directories, drop, self.full())
 
-    def full(self) -> frozenset[Filled | None]:
+    def full(self) -> frozenset[Filled]:
         """The shards that are filled."""
-        return frozenset(t.shard for targets in self._targets for t in targets if t.is_full)
+        found: Counter[Filled] = Counter()
+        for target in chain.from_iterable(self._targets):
+            if target.is_full:
+                found.update({region.shard: region.numel for region in target.regions})
+        return frozenset(shard for shard, count in found.items() if count == prod(shard.shape))
 
     def _take(self, piece: Piece) -> None:
         """Give a piece to the targets that it overlaps. Those before it need nothing more."""
@@ -151,7 +211,8 @@ class FastLoad:
 
     def _await_devices(self) -> None:
         """Wait for accelerators: this thread's copies are not in order with the trainer's work."""
-        devices = {t.bytes.device for targets in self._targets for t in targets}
+        targets = chain.from_iterable(self._targets)
+        devices = {region.data.device for each in targets for region in each.regions}
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -161,51 +222,104 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 LoadRest = Callable[
-    [Mapping[str, Any], Mapping[str, str], set[str], Collection[Filled | None]], Mapping[str, Any]
+    [Mapping[str, Any], Mapping[str, str], set[str], Collection[Filled]], Mapping[str, Any]
 ]
 
 # -------------------------------------------------------------------------------------- planning
 
 
-class Stored(NamedTuple):
-    """A wanted tensor that is exactly an item of a checkpoint.
+class Wanted(NamedTuple):
+    """A tensor of a rank that is to be loaded: the part of ``data``'s shape at ``offset`` of ``key``.
 
-    ``data`` is its memory, ``shape`` that of the item. The blob lies in ``file``, from ``start`` on.
+    ``size`` is the shape of all parts together.
     """
 
-    shard: Filled | None
+    shard: Filled
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
     data: torch.Tensor
+
+
+class Stored(NamedTuple):
+    """An item of ``shape`` with values of a wanted tensor. Its blob is at ``start`` of ``file``."""
+
+    region: Region
     shape: tuple[int, ...]
     file: str
     start: int
     length: int
 
 
+def stored_items(metadata: Metadata, wanted: Wanted) -> list[Stored]:
+    """The items that make up a wanted tensor; none if that cannot be told without doubt."""
+    about, data = metadata.state_dict_metadata.get(wanted.key), wanted.data
+    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != data.dtype:
+        return []
+    if tuple(about.size) != wanted.size or len(wanted.offset) != data.dim():
+        return []
+    found = []
+    for chunk in about.chunks:
+        region = _region(wanted, chunk)
+        if region is None:
+            continue
+        info = (metadata.storage_data or {}).get(MetadataIndex(wanted.key, chunk.offsets))
+        if info is None or getattr(info, "transform_descriptors", None):
+            return []
+        place = info.relative_path, info.offset, info.length
+        found.append(Stored(region, tuple(chunk.sizes), *place))
+    places = {tuple(each.start for each in stored.region.into) for stored in found}
+    whole = sum(stored.region.numel for stored in found) == data.numel()
+    return found if whole and len(places) == len(found) else []
+
+
+def _region(wanted: Wanted, chunk: ChunkStorageMetadata) -> Region | None:
+    """What a wanted tensor and a stored chunk have in common; None if that is nothing."""
+    if len(chunk.offsets) != len(wanted.offset):
+        return None
+    into, of = [], []
+    for first, count, low, length in zip(
+        wanted.offset, wanted.data.shape, chunk.offsets, chunk.sizes, strict=True
+    ):
+        start, stop = max(first, low), min(first + count, low + length)
+        if start >= stop:
+            return None
+        into.append(slice(start - first, stop - first))
+        of.append(slice(start - low, stop - low))
+    return Region(wanted.shard, wanted.data, tuple(into), tuple(of))
+
+
 def targets_by_file(
-    found: Iterable[Stored | None], directory: str, entries: Mapping[str, FileEntry]
+    found: Iterable[Stored], directory: str, entries: Mapping[str, FileEntry]
 ) -> dict[FileEntry, list[Target]]:
     """The items that can be read straight from files with a digest. Anything odd is left out."""
-    targets: dict[FileEntry, list[Target]] = defaultdict(list)
+    targets: dict[FileEntry, dict[int, Target]] = defaultdict(dict)
     form = cache(form_of)
-    for each in filter(None, found):
-        entry, blob = entries.get(join(directory, each.file)), form(each.data.dtype, each.shape)
-        if entry is None or entry.digest is None or blob is None or blob.size != each.length:
+    for region, shape, file, start, length in found:
+        entry, blob = entries.get(join(directory, file)), form(region.data.dtype, shape)
+        if entry is None or entry.digest is None or blob is None or blob.size != length:
             continue
-        if 0 <= each.start <= entry.bytes - each.length:
-            targets[entry].append(Target(each.shard, bytes_in(each.data), blob, each.start))
-    return targets
+        if 0 <= start <= entry.bytes - length:
+            target = targets[entry].setdefault(start, Target([], shape, blob, start))
+            if target.shape == shape:
+                target.regions.append(region)
+    return {entry: list(each.values()) for entry, each in targets.items()}
 
 
 def worth_reading(
     targets: Mapping[FileEntry, Sequence[Target]],
 ) -> dict[FileEntry, Sequence[Target]]:
     """The files of which enough is wanted: of the others, stock's load reads less."""
-    worth = {}
-    for entry, found in targets.items():
-        wanted = {target.start: len(target.bytes) for target in found}
-        if sum(wanted.values()) >= _WORTH_IT * entry.bytes:
-            worth[entry] = found
-    return worth
+    return {
+        entry: found
+        for entry, found in targets.items()
+        if sum(map(_wanted_bytes, found)) >= _WORTH_IT * entry.bytes
+    }
+
+
+def _wanted_bytes(target: Target) -> int:
+    wanted = sum(region.numel * region.data.itemsize for region in target.regions)
+    return min(target.length, wanted)
 
 
 def apart_in_memory(found: Iterable[tuple[T, torch.Tensor]]) -> Iterator[T]:
@@ -268,7 +382,7 @@ def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Blob | None:
         return None
 
 
-def bytes_in(data: torch.Tensor) -> torch.Tensor:
-    """The memory of a plain tensor as bytes, for the thread that fills it."""
+def memory_of(data: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A plain tensor's memory in this shape, for the thread that fills it."""
     with torch.inference_mode(False):  # that thread is not in the caller's mode
-        return data.detach().reshape(-1).view(torch.uint8)
+        return data.detach().view(shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -25,10 +26,12 @@ from ckptfsm.core.errors import DamagedRoot, RestoreFailed, describe
 from ckptfsm.core.parts import PerRank
 from ckptfsm.dcp.fast_load import (
     Filled,
-    Stored,
     Target,
+    Wanted,
     apart_in_memory,
     is_plain,
+    memory_of,
+    stored_items,
     targets_by_file,
 )
 from ckptfsm.dcp.metadata import read_planned
@@ -164,21 +167,14 @@ def _lacks(key: str, stored: Collection[str]) -> str:
 # --------------------------------------------------------------------------- straight from files
 
 
-def _stored(metadata: Metadata, key: str, value: torch.Tensor, data: torch.Tensor) -> Stored | None:
-    """The item that is exactly this rank's part of a tensor; None if there is none."""
-    about = metadata.state_dict_metadata.get(key)
-    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != value.dtype:
-        return None
+def _wanted(key: str, value: torch.Tensor, data: torch.Tensor) -> Wanted | None:
+    """This rank's part of a tensor; None if it is in several."""
     chunks = _create_chunk_list(value)
-    if tuple(about.size) != tuple(value.size()) or len(chunks) != 1:
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(data.shape):
         return None
-    offset = chunks[0].offsets
-    info = (metadata.storage_data or {}).get(MetadataIndex(key, offset))
-    if info is None or getattr(info, "transform_descriptors", None):
-        return None
-    shape = tuple(data.shape)
-    shard = Filled(key, tuple(offset), shape, data.dtype, data.device, data.data_ptr())
-    return Stored(shard, data, shape, info.relative_path, info.offset, info.length)
+    offset, shape = tuple(chunks[0].offsets), tuple(data.shape)
+    shard = Filled(key, offset, shape, data.dtype, data.device, data.data_ptr())
+    return Wanted(shard, key, offset, tuple(value.size()), memory_of(data, shape))
 
 
 # ---------------------------------------------------------------------------------- stock's load
@@ -237,7 +233,7 @@ class DcpReading:
         self.state, self._directory = state, directory
         self._wanted = flat(part, state, rank, RestoreFailed)
         self._stored = stored_in(part, directory, metadata)
-        self._straight: dict[str, Filled | None] = {}  # what may be filled straight from its file
+        self._straight: dict[str, Filled] = {}  # what may be filled straight from its file
 
     def survey(self, part: str, droppable: Collection[str], ranks: int) -> Surveyed:
         """See ``StateFormat.survey``."""
@@ -269,18 +265,19 @@ class DcpReading:
     def targets(
         self, directory: str, entries: Mapping[str, FileEntry]
     ) -> Mapping[FileEntry, Sequence[Target]]:
-        """The local tensors that lie in the files exactly as this rank wants them, by file."""
+        """The items of which the local tensors are made, by file."""
         values = {
             key: (value, data)
             for key, value in self._wanted.values.items()
             if self._wanted.is_tensor(key) and is_plain(data := local_of(value))
         }
         apart = apart_in_memory((key, data) for key, (_, data) in values.items())
-        found = {key: _stored(self._stored, key, *values[key]) for key in apart}
-        self._straight = {key: each.shard for key, each in found.items() if each is not None}
-        return targets_by_file(found.values(), directory, entries)
+        wanted = [each for key in apart if (each := _wanted(key, *values[key])) is not None]
+        self._straight = {each.key: each.shard for each in wanted}
+        found = chain.from_iterable(stored_items(self._stored, each) for each in wanted)
+        return targets_by_file(found, directory, entries)
 
-    def load(self, drop: Collection[str], full: Collection[Filled | None]) -> Any:
+    def load(self, drop: Collection[str], full: Collection[Filled]) -> Any:
         """Fill the state in place, and return it (local)."""
         wanted, state = self._wanted, self.state
         dropped = {key for key in wanted.values if wanted.per_rank.get(key, key) in drop}

@@ -140,7 +140,7 @@ class StateFormat(SavedFormat, Protocol):
         """The tensors that lie in the files exactly as this rank wants them, by file."""
 
     def load(
-        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
+        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled]
     ) -> Any:
         """Load a part, but for the tensors in ``full``, and return it (collective)."""
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import RestoreFailed
@@ -21,11 +20,13 @@ from ckptfsm.core.parts import PerRank
 from ckptfsm.core.ports import Storage
 from ckptfsm.dcp.fast_load import (
     Filled,
-    Stored,
     Target,
+    Wanted,
     apart_in_memory,
     is_plain,
+    memory_of,
     metadata_of,
+    stored_items,
     targets_by_file,
 )
 from ckptfsm.dcp.nested import WHOLE
@@ -36,11 +37,9 @@ from ckptfsm.megatron.per_rank import with_objects
 _METADATA = ".metadata"
 
 
-def filled_of(shard: ShardedTensor) -> Filled | None:
-    """The name of a shard; None if it has no memory."""
+def filled_of(shard: ShardedTensor) -> Filled:
+    """The name of a shard, which has memory."""
     data = shard.data
-    if data is None:
-        return None
     offset, shape = tuple(shard.global_offset), tuple(data.shape)
     return Filled(shard.key, offset, shape, data.dtype, data.device, data.data_ptr())
 
@@ -55,11 +54,13 @@ def targets_in(
     state: Any,
     entries: Mapping[str, FileEntry],
 ) -> Mapping[FileEntry, Sequence[Target]]:
-    """The shards that lie in the files exactly as this rank wants them, by file."""
+    """The items of which this rank's shards are made, by file."""
     metadata = metadata_of(storage, location, entries.get(join(directory, _METADATA)))
     if metadata is None:
         return {}
-    found = (_stored(metadata, shard) for shard in _plain_shards(state))
+    odd = getattr(metadata, "mcore_data", None) or {}
+    wanted = [_wanted(shard) for shard in _plain_shards(state) if not odd.get(shard.key)]
+    found = chain.from_iterable(stored_items(metadata, each) for each in wanted)
     return targets_by_file(found, directory, entries)
 
 
@@ -79,36 +80,18 @@ def _is_plain(shard: ShardedTensor) -> bool:
     )
 
 
-def _stored_shape(shard: ShardedTensor) -> tuple[int, ...]:
-    return (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-
-
-def _stored(metadata: Metadata, shard: ShardedTensor) -> Stored | None:
-    """The item that is exactly this shard; None if there is none."""
-    about = metadata.state_dict_metadata.get(shard.key)
-    offset, shape = tuple(shard.global_offset), _stored_shape(shard)
-    if (
-        not isinstance(about, TensorStorageMetadata)
-        or (getattr(metadata, "mcore_data", None) or {}).get(shard.key)
-        or about.properties.dtype != shard.data.dtype
-        or tuple(about.size) != tuple(shard.global_shape)
-        or not any(
-            tuple(chunk.offsets) == offset and tuple(chunk.sizes) == shape for chunk in about.chunks
-        )
-    ):
-        return None
-    info = (metadata.storage_data or {}).get(MetadataIndex(shard.key, torch.Size(offset)))
-    if info is None or getattr(info, "transform_descriptors", None):
-        return None
-    place = info.relative_path, info.offset, info.length
-    return Stored(filled_of(shard), shard.data, shape, *place)
+def _wanted(shard: ShardedTensor) -> Wanted:
+    """A shard with its shape and place in the file, where axes of one may come before its own."""
+    data = memory_of(shard.data, (1,) * shard.prepend_axis_num + tuple(shard.data.shape))
+    offset, size = tuple(shard.global_offset), tuple(shard.global_shape)
+    return Wanted(filled_of(shard), shard.key, offset, size, data)
 
 
 # --------------------------------------------------------------------------------- stock's load
 
 
 def load_part(
-    name: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None] = ()
+    name: str, state: Any, directory: str, drop: set[str], full: Collection[Filled] = ()
 ) -> Any:
     """See ``StateFormat.load``. Overlaps were ruled out before, see ``ports.Driver.check``."""
     with cpu_devices(), process_group():
@@ -116,7 +99,7 @@ def load_part(
 
 
 def _load_part(
-    name: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
+    name: str, state: Any, directory: str, drop: set[str], full: Collection[Filled]
 ) -> Any:
     if isinstance(state, PerRank):
         return _load_part(name, with_objects(state), directory, drop, full).get(WHOLE)
@@ -160,7 +143,7 @@ class LoadTheRest:
     no place in a list moves, and put together again.
     """
 
-    def __init__(self, base: Any, full: Collection[Filled | None]) -> None:
+    def __init__(self, base: Any, full: Collection[Filled]) -> None:
         self._base, self._full = base, full
 
     def __getattr__(self, name: str) -> Any:
@@ -178,11 +161,14 @@ class LoadTheRest:
             return {key: self._split(each, rest) for key, each in value.items()}
         if isinstance(value, list):
             return [self._split(each, rest) for each in value]
-        if isinstance(value, ShardedTensor) and filled_of(value) in self._full:
+        if isinstance(value, ShardedTensor) and self._is_full(value):
             return value.data.detach()
         name = str(len(rest))
         rest[name] = value
         return _Later(name)
+
+    def _is_full(self, shard: ShardedTensor) -> bool:
+        return shard.data is not None and filled_of(shard) in self._full
 
 
 class _Later(NamedTuple):

@@ -183,7 +183,7 @@ class TorchDistStates:
             return targets_in(storage, location, directory, with_objects(state), entries)
 
     def load(
-        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled | None]
+        self, part: str, state: Any, directory: str, drop: set[str], full: Collection[Filled]
     ) -> Any:
         return load_part(part, state, directory, drop, full)
 

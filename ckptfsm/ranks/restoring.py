@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
@@ -181,7 +183,9 @@ class Restorer:
             waits = [not verifying.done()]
             if not any(self.calls.agree(self.transport.any_flags, waits, "verified a checkpoint")):
                 return
-            self.ports.clock.sleep(pause)
+            # A rank that is done waits in the next exchange, for those that are not.
+            with suppress(FutureTimeout):
+                verifying.exception(pause)
 
     def _start(self, work: Callable[[], str]) -> Pending[str]:
         """Begin on another thread: a rank may not be silent for so long."""

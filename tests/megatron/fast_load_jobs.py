@@ -49,7 +49,7 @@ def save_and_restore(here: Here, root: str, replicated: bool = False) -> Told:
     class Watched(FastLoad):
         def full(self) -> Any:
             full = super().full()
-            filled.update(each.key for each in full if each)
+            filled.update(each.key for each in full)
             return full
 
     with managed(here, root) as manager, pytest.MonkeyPatch.context() as patch:

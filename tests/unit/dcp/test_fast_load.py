@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import io
 import os
+from itertools import pairwise
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
+from torch.distributed.checkpoint.metadata import (  # noqa: E402
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
 from ckptfsm.core.documents import FileEntry  # noqa: E402
-from ckptfsm.dcp.fast_load import FastLoad, Filled, Target, form_of  # noqa: E402
+from ckptfsm.dcp.fast_load import (  # noqa: E402
+    FastLoad,
+    Filled,
+    Region,
+    Target,
+    Wanted,
+    form_of,
+    stored_items,
+    targets_by_file,
+)
 from ckptfsm.disk.durable import write_new  # noqa: E402
 from ckptfsm.disk.pieces import PIECE_BYTES  # noqa: E402
 from ckptfsm.testing.simfs import SimDisk, SimStorage  # noqa: E402
@@ -46,9 +67,10 @@ class File:
         for key, tensor in self.wanted.items():
             shape = tuple(tensor.shape)
             name = Filled(key, (0,), shape, tensor.dtype, tensor.device, tensor.data_ptr())
+            whole = tuple(slice(0, size) for size in shape)
+            region = Region(name, tensor, whole, whole)
             blob = form_of(tensor.dtype, shape)
-            memory = tensor.reshape(-1).view(torch.uint8)
-            targets.append(Target(name, memory, blob, self.starts[key]))
+            targets.append(Target([region], shape, blob, self.starts[key]))
         reading = FastLoad(self.storage, "", {entry: targets}, lambda *state: {})
         problem = reading.run({"file"})
         return problem, {each.key for each in reading.full()}
@@ -78,3 +100,60 @@ def test_a_head_that_is_not_at_its_place_fills_nothing():
     file.starts = {key: start + 1 for key, start in file.starts.items()}
     assert file.load() == ("", set())
     assert not any(tensor.any() for tensor in file.wanted.values())
+
+
+ROWS, COLUMNS = 6, 5
+CUTS = st.tuples(st.sets(st.integers(1, ROWS - 1)), st.sets(st.integers(1, COLUMNS - 1)))
+
+
+def boxes(cuts: tuple[set[int], set[int]]) -> list[tuple[slice, slice]]:
+    """The parts of a grid that is cut there."""
+    rows, columns = (sorted({0, end, *cut}) for cut, end in zip(cuts, (ROWS, COLUMNS)))
+    return [
+        (slice(top, bottom), slice(left, right))
+        for top, bottom in pairwise(rows)
+        for left, right in pairwise(columns)
+    ]
+
+
+@given(stored=CUTS, wanted=CUTS, lost=st.none() | st.integers(0, 100))
+def test_another_sharding_gets_its_values(stored, wanted, lost):
+    """Catches: a value at another place; a tensor that is taken for whole without one of its items."""
+    saved = torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS)
+    content, chunks, places = io.BytesIO(), [], {}
+    for box in boxes(stored):
+        start, offset = content.tell(), torch.Size([each.start for each in box])
+        torch.save(torch.empty(saved[box].shape).copy_(saved[box]), content)
+        chunks.append(ChunkStorageMetadata(offset, saved[box].shape))
+        info = _StorageInfo("file", start, content.tell() - start)
+        places[MetadataIndex("w", offset)] = info
+    gone = None if lost is None else boxes(stored)[lost % len(chunks)]
+    if lost is not None:
+        del chunks[lost % len(chunks)]
+    about = TensorStorageMetadata(TensorProperties(torch.float32), saved.shape, chunks)
+    metadata = Metadata({"w": about}, storage_data=places)
+    tensors = {}
+    for number, box in enumerate(boxes(wanted)):
+        data, offset = torch.zeros_like(saved[box]), tuple(each.start for each in box)
+        name = Filled("w", offset, tuple(data.shape), data.dtype, data.device, number)
+        tensors[name] = Wanted(name, "w", offset, tuple(saved.shape), data), box
+    found = [item for each, _ in tensors.values() for item in stored_items(metadata, each)]
+    storage, data = SimStorage(SimDisk()), content.getvalue()
+    write_new(storage, "file", data)
+    digest = f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+    entry = FileEntry(name="file", bytes=len(data), digest=digest)
+    reading = FastLoad(storage, "", targets_by_file(found, "", {"file": entry}), lambda *state: {})
+    assert reading.run({"file"}) == ""
+    for name, (each, box) in tensors.items():
+        whole = gone is None or not saved[box][_within(gone, box)].numel()
+        assert (name in reading.full()) == whole
+        if whole:
+            assert torch.equal(each.data, saved[box])
+
+
+def _within(inner: tuple[slice, slice], outer: tuple[slice, slice]) -> tuple[slice, slice]:
+    one, other = (
+        slice(max(0, i.start - o.start), max(0, min(i.stop, o.stop) - o.start))
+        for i, o in zip(inner, outer)
+    )
+    return one, other

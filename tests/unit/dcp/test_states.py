@@ -500,7 +500,7 @@ def test_a_tensor_that_was_not_filled_is_loaded(directory):
     entry = FileEntry(name=file.name, bytes=file.stat().st_size, digest="of it")
     reading = DcpReading("state", template, str(directory), 0)
     [[target]] = reading.targets("", {file.name: entry}).values()
-    reading.load((), {target.shard})
+    reading.load((), {target.regions[0].shard})
     assert template["model"]["w"].unique().tolist() == [0.0]
     reading.load((), ())
     assert template["model"]["w"].unique().tolist() == [1.0]
