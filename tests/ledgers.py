@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 
 from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
-from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.ledger import KnownCheckpoints, Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
 
@@ -28,7 +27,7 @@ def ledger_of(*checkpoints: Checkpoint, base: Ledger | None = None) -> Ledger:
     """``base`` with these checkpoints in it, each as it is."""
     base = base or Ledger()
     there = {**base.checkpoints, **{each.id: each for each in checkpoints}}
-    return replace(base, checkpoints=MappingProxyType(there))
+    return replace(base, checkpoints=KnownCheckpoints(there))
 
 
 def names(step: int) -> TrackerEvidence:

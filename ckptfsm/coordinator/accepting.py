@@ -81,7 +81,8 @@ def _make_room(applier: Applier, storage: Storage, request: SaveRequest, proven:
     """Refuse a save that the disk cannot hold; first delete discarded files."""
     names = [part.name for part in request.parts]
     tracked = applier.ledger.in_state(State.TRACKED)
-    same = [c.shard_bytes for c in tracked if [part.name for part in c.parts] == names]
+    newest = applier.ledger.checkpoints.newest_first()
+    same = (c.shard_bytes for c in newest if [part.name for part in c.parts] == names)
     needed = predict_bytes(request.expected_bytes, same)
     space = Space(needed, _free_bytes(applier, storage, needed), 0, proven)
     if space.free < needed:  # retention is asked only if need be

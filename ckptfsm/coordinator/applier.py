@@ -67,7 +67,7 @@ from ckptfsm.core.lifecycle import FORGOTTEN, UNFINISHED, UNPUBLISHED, Checkpoin
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, Storage
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
-from ckptfsm.core.retention import Policy, describe_tracked, record_of
+from ckptfsm.core.retention import KeepAll, Policy, describe_tracked, record_of
 from ckptfsm.core.units import bytes_text
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
@@ -550,6 +550,8 @@ class Applier:
 
     def to_prune(self) -> list[Superseded]:
         """The pruning events of the checkpoints that no policy, pin, reader or job keeps."""
+        if type(self._retention) is KeepAll:  # there may be thousands: none is looked at
+            return []
         preserved = self._preserved()  # first: it reads the ledger's protection anew
         return self.ledger.to_prune(preserved)
 

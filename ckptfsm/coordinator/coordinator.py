@@ -120,7 +120,7 @@ class Coordinator:
         self._provenance = provenance
         self._ownership: RootOwnership | None = None
         self._opened: Applier | None = None
-        self._requests = 0
+        self._requests = 0  # of this epoch; each has its number
         self._verified: AttemptId | None = None
         self._inbox: Inbox | None = None
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
@@ -205,6 +205,8 @@ class Coordinator:
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
         self._applier.open_journal(replace(history, ledger=ledger), self._identity)
         PlanRun(self._storage, self._clock, self._applier, options.resume).run(history, decided)
+        adopted = (of.attempt for of in self.ledger.checkpoints if of.epoch == self.epoch)
+        self._requests = max(adopted, default=0)
         warnings = (*decided.warnings, *(f"{file} is lost: {_LOST}" for file in history.missing))
         for warning in warnings:
             said, root = f"recovery: {warning}", self._storage.root
@@ -286,7 +288,7 @@ class Coordinator:
         """Accept a save: journal it, make its directory. Raises ``SaveRefused`` or a fatal error."""
         with self._guarded("request"):
             self._applier.check_epoch()
-            of = AttemptId(request.step, self.epoch, self._next_attempt())
+            of = AttemptId(request.step, self.epoch, self._requests + 1)
             event = SaveRequested(
                 of,
                 request.parts,
@@ -312,11 +314,6 @@ class Coordinator:
                     step=request.step,
                 ) from error
             return of
-
-    def _next_attempt(self) -> int:
-        """A number that no attempt of this epoch has, adopted ones included."""
-        here = (of.attempt for of in self._applier.ledger.checkpoints if of.epoch == self.epoch)
-        return max(self._requests, max(here, default=0)) + 1
 
     def _is_proven(self, latest: Checkpoint | None) -> bool:
         """True if this run wrote ``latest``, or has verified its digests."""

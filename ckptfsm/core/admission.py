@@ -6,9 +6,10 @@ save begin, and if this run knows the newest one to be whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 _RECENT = 3
 
@@ -38,12 +39,12 @@ class Space:
     held: int = 0
 
 
-def predict_bytes(expected: int, earlier: Sequence[int]) -> int:
+def predict_bytes(expected: int, earlier: Iterable[int]) -> int:
     """The size of a save that its ranks expect to have ``expected`` bytes, as far as they know.
 
-    ``earlier`` are the sizes of the tracked checkpoints with the same parts, oldest first.
+    ``earlier`` are the sizes of the tracked checkpoints with the same parts, newest first.
     """
-    largest = max(earlier[-_RECENT:], default=0)
+    largest = max(islice(earlier, _RECENT), default=0)
     return max(expected, largest + largest // 20)  # a twentieth for metadata and growth
 
 

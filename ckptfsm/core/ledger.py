@@ -7,10 +7,10 @@ ranks that belong to no living attempt are rejected (I5).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType
 
 from ckptfsm.core.errors import IllegalTransition, SaveRefused, StepExistsError
 from ckptfsm.core.events import (
@@ -37,8 +37,79 @@ from ckptfsm.core.parts import MAX_STEP, AttemptId, check_parts
 _by_id = attrgetter("id.step", "id.epoch", "id.attempt")
 
 
-def _nothing() -> Mapping[AttemptId, Checkpoint]:
-    return MappingProxyType({})
+class KnownCheckpoints(Mapping[AttemptId, Checkpoint]):
+    """Checkpoints by attempt. Nobody changes them; ``changed`` makes others.
+
+    The tracked ones are kept apart, oldest first, for there may be thousands: a move between two other
+    states neither copies nor searches them.
+    """
+
+    __slots__ = ("_others", "_tracked")
+
+    def __init__(self, found: Mapping[AttemptId, Checkpoint]) -> None:
+        there = (item for item in found.items() if item[1].state is State.TRACKED)
+        self._tracked = dict(sorted(there, key=_by_id_of_item))
+        self._others = {of: c for of, c in found.items() if c.state is not State.TRACKED}
+
+    def __getitem__(self, of: AttemptId) -> Checkpoint:
+        found = self._others.get(of)
+        return self._tracked[of] if found is None else found
+
+    def __iter__(self) -> Iterator[AttemptId]:
+        return chain(self._tracked, self._others)
+
+    def __len__(self) -> int:
+        return len(self._tracked) + len(self._others)
+
+    def __repr__(self) -> str:
+        return repr({**self._tracked, **self._others})
+
+    def changed(self, of: AttemptId, after: Checkpoint | None) -> KnownCheckpoints:
+        """The same with ``after`` as that of an attempt, or without the attempt."""
+        made = KnownCheckpoints.__new__(KnownCheckpoints)
+        made._tracked, made._others = self._tracked, _without(self._others, of)
+        if after is None or after.state is not State.TRACKED:
+            made._tracked = _without(self._tracked, of)
+        if after is None:
+            return made
+        if after.state is not State.TRACKED:
+            made._others = {**made._others, of: after}
+            return made
+        newest = next(reversed(self._tracked), None)
+        made._tracked = {**self._tracked, of: after}
+        if newest is not None and of < newest and of not in self._tracked:
+            made._tracked = dict(sorted(made._tracked.items(), key=_by_id_of_item))
+        return made
+
+    def newest_first(self) -> Iterator[Checkpoint]:
+        """The tracked ones."""
+        return reversed(self._tracked.values())
+
+    def in_state(self, states: Collection[State]) -> list[Checkpoint]:
+        """Those in these states, oldest step first."""
+        found = sorted((c for c in self._others.values() if c.state in states), key=_by_id)
+        if State.TRACKED not in states:
+            return found
+        tracked = list(self._tracked.values())
+        return sorted((*tracked, *found), key=_by_id) if found else tracked
+
+
+def _by_id_of_item(item: tuple[AttemptId, Checkpoint]) -> tuple[int, int, int]:
+    of = item[1].id
+    return of.step, of.epoch, of.attempt
+
+
+def _without(known: dict[AttemptId, Checkpoint], of: AttemptId) -> dict[AttemptId, Checkpoint]:
+    """``known`` without an attempt: itself if it has no such attempt."""
+    if of not in known:
+        return known
+    rest = known.copy()
+    del rest[of]
+    return rest
+
+
+def _nothing() -> KnownCheckpoints:
+    return KnownCheckpoints({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +147,7 @@ class Ledger:
     reader, ``held`` those of a job that holds them and is not done.
     """
 
-    checkpoints: Mapping[AttemptId, Checkpoint] = field(default_factory=_nothing)
+    checkpoints: KnownCheckpoints = field(default_factory=_nothing)
     pins: frozenset[int] = frozenset()
     readers: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
@@ -85,12 +156,11 @@ class Ledger:
 
     def in_state(self, *states: State) -> list[Checkpoint]:
         """The checkpoints in these states, oldest step first."""
-        return sorted((c for c in self.checkpoints.values() if c.state in states), key=_by_id)
+        return self.checkpoints.in_state(states)
 
     def latest(self) -> Checkpoint | None:
         """The newest tracked checkpoint: the one the tracker names."""
-        tracked = (c for c in self.checkpoints.values() if c.state is State.TRACKED)
-        return max(tracked, key=_by_id, default=None)
+        return next(self.checkpoints.newest_first(), None)
 
     def latest_step(self) -> int | None:
         latest = self.latest()
@@ -119,9 +189,10 @@ class Ledger:
         return [offer for offer in offers if offer.newer_step is not None and not offer.kept_by]
 
     def offers(self, preserved: Collection[int]) -> list[Superseded]:
-        """The event ``superseded`` of each tracked checkpoint, oldest first."""
+        """The event ``superseded`` of each tracked checkpoint not ``preserved``, oldest first."""
         tracked = self.in_state(State.TRACKED)
-        return [self._offer(c, tracked[-1].step, preserved) for c in tracked]
+        offered = [c for c in tracked if c.id.step not in preserved]  # few of thousands
+        return [self._offer(c, tracked[-1].step, preserved) for c in offered]
 
     def _offer(self, checkpoint: Checkpoint, latest: int, preserved: Collection[int]) -> Superseded:
         step = checkpoint.step
@@ -143,13 +214,12 @@ class Ledger:
         if before is None:
             before = absent(event.of)
         after, command = apply(before, event)
-        checkpoints = dict(self.checkpoints)
-        if after.state in FORGOTTEN:
-            checkpoints.pop(event.of, None)
-        else:
-            checkpoints[event.of] = after
         moved = Transition(before.state, event, after.state, after)
-        return replace(self, checkpoints=MappingProxyType(checkpoints)), moved, command
+        left = None if after.state in FORGOTTEN else after
+        return self._with(event.of, left), moved, command
+
+    def _with(self, of: AttemptId, after: Checkpoint | None) -> Ledger:
+        return replace(self, checkpoints=self.checkpoints.changed(of, after))
 
     def refuse(self, event: SaveRequested) -> None:
         """Raise unless the save may begin: the step grows, nothing is in flight, parts fit."""
@@ -205,13 +275,11 @@ class Ledger:
         after, taken = absorb(living, events, start)
         if not taken:
             return self, 0
-        checkpoints = MappingProxyType({**self.checkpoints, living.id: after})
-        return replace(self, checkpoints=checkpoints), taken
+        return self._with(living.id, after), taken
 
     def measured(self, of: AttemptId, metrics: Mapping[str, float]) -> Ledger:
         """The same ledger with metrics that came after the save, see ``with_metrics``."""
-        after = with_metrics(of, self.checkpoints.get(of), metrics)
-        return replace(self, checkpoints=MappingProxyType({**self.checkpoints, of: after}))
+        return self._with(of, with_metrics(of, self.checkpoints.get(of), metrics))
 
     def protected(
         self, pins: Collection[int], readers: Collection[int], held: Collection[int] = ()

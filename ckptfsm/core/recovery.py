@@ -32,7 +32,7 @@ from ckptfsm.core.events import (
     WriteTracker,
 )
 from ckptfsm.core.evidence import Evidence, TrackerEvidence, went_on
-from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.ledger import KnownCheckpoints, Ledger
 from ckptfsm.core.lifecycle import UNPUBLISHED, Checkpoint, State, absent
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.recovery_refusals import (
@@ -148,7 +148,7 @@ def forget_moved(
         for of, c in ledger.checkpoints.items()
         if c.state is not State.QUARANTINED or of in staying
     }
-    return replace(ledger, checkpoints=living)
+    return replace(ledger, checkpoints=KnownCheckpoints(living))
 
 
 # ------------------------------------------------------------------------------------------ facts

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
@@ -29,8 +30,13 @@ class CheckpointInfo:
 
 
 def immutable(checkpoints: Iterable[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
-    """Read-only copies of ``checkpoints``, for policies that might change them."""
-    return tuple(replace(c, metrics=MappingProxyType(dict(c.metrics))) for c in checkpoints)
+    """``checkpoints`` for policies that might change them: copies, but of those that are read-only."""
+    return tuple(
+        c
+        if isinstance(c.metrics, MappingProxyType)
+        else replace(c, metrics=MappingProxyType(dict(c.metrics)))
+        for c in checkpoints
+    )
 
 
 class Policy:
@@ -174,10 +180,14 @@ def _whole(name: str, value: Any, at_least: int) -> None:
 
 def describe_tracked(ledger: Ledger) -> tuple[CheckpointInfo, ...]:
     """The tracked checkpoints as policies see them, oldest first."""
-    return immutable(
-        CheckpointInfo(c.step, c.run_seconds, dict(c.metrics))
-        for c in ledger.in_state(State.TRACKED)
-    )
+    return tuple(_info_of(c.step, c.run_seconds, c.metrics) for c in ledger.in_state(State.TRACKED))
+
+
+@lru_cache(maxsize=1 << 14)  # each save asks for thousands that are as they were
+def _info_of(
+    step: int, run_seconds: float, metrics: tuple[tuple[str, float], ...]
+) -> CheckpointInfo:
+    return CheckpointInfo(step, run_seconds, MappingProxyType(dict(metrics)))
 
 
 def parse_policy(value: Any) -> Policy:

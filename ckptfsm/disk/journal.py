@@ -43,7 +43,7 @@ from ckptfsm.core.documents import (
 from ckptfsm.core.errors import IllegalTransition, JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.core.events import UNUSABLE, Withdrawn
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
-from ckptfsm.core.ledger import Ledger, with_metrics
+from ckptfsm.core.ledger import KnownCheckpoints, Ledger, with_metrics
 from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
@@ -157,7 +157,7 @@ class History:
     @property
     def discarded(self) -> frozenset[AttemptId]:
         """The attempts in the newest segment that were pruned, or failed and were cleaned up."""
-        return self.known - self.ledger.checkpoints.keys()
+        return self.known.difference(self.ledger.checkpoints)
 
 
 def _segment_epochs(storage: Storage) -> list[int]:
@@ -425,7 +425,7 @@ class _ReplayedSegment:
     def history(self, seals: tuple[Seal, ...], newest: int, missing: tuple[str, ...]) -> History:
         """What the records say. ``newest``: the greatest epoch that has a segment."""
         opened, checkpoints = self._opened, self._checkpoints
-        ledger = Ledger(MappingProxyType({of: c.finish() for of, c in checkpoints.items()}))
+        ledger = Ledger(KnownCheckpoints({of: c.finish() for of, c in checkpoints.items()}))
         return History(
             ledger,
             self._run_seconds,

@@ -232,7 +232,7 @@ class Journaled(NamedTuple):
 
     def history(self, epoch: int) -> journal.History:
         """As ``read_history`` would return it."""
-        ledger = journal.Ledger({c.id: c for c in self.checkpoints})
+        ledger = journal.Ledger(journal.KnownCheckpoints({c.id: c for c in self.checkpoints}))
         lost = journal.lost_without(ledger, self.intent)
         known = self.discarded.union(ledger.checkpoints)
         return journal.History(ledger, 0.0, (), epoch, self.intent, known, lost=lost)

@@ -38,7 +38,7 @@ from ckptfsm.core.events import (
     WritersLost,
 )
 from ckptfsm.core.layout import PINS, QUARANTINE, READERS, STAGING, TRACKER, TRASH
-from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.ledger import KnownCheckpoints, Ledger, Rejected
 from ckptfsm.core.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.disk.durable import TEMPORARY
@@ -419,11 +419,12 @@ class Table:
         key = (world.live.checkpoints, world.live.pins, world.live.readers, world.live.held)
         if key not in self.ledgers:
             self.ledgers.add(key)
-            ledger = Ledger({c.id: c for c in world.live.checkpoints}, *key[1:])
+            ledger = Ledger(KnownCheckpoints({c.id: c for c in world.live.checkpoints}), *key[1:])
             self._check_ledger(ledger)
 
     def _offer_all(self, checkpoint: Checkpoint) -> None:
-        alone = Ledger({checkpoint.id: checkpoint} if checkpoint.state is not State.ABSENT else {})
+        there = {checkpoint.id: checkpoint} if checkpoint.state is not State.ABSENT else {}
+        alone = Ledger(KnownCheckpoints(there))
         for event in offers(checkpoint):
             self.offered += 1
             self.coverage.move(checkpoint, event)

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ckptfsm.coordinator.applier as applier_module
@@ -482,9 +481,8 @@ def load(run: Run, scope: Scope) -> Coordinator:
     applier = applier_module.Applier(
         disk, CLOCK, lease, assembly_of, names, made.news, scope.retention, holds=scope.holds
     )
-    applier.ledger = ledger_module.Ledger(
-        MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers, live.held
-    )
+    known = ledger_module.KnownCheckpoints({c.id: c for c in live.checkpoints})
+    applier.ledger = ledger_module.Ledger(known, live.pins, live.readers, live.held)
     applier.pending = live.pending
     applier.retention_due = live.retention_due
     made._requests = live.requests

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptfsm.core import events as m
 from ckptfsm.core.errors import DamagedRoot, IllegalTransition
 from ckptfsm.core.evidence import Evidence, PublishedEvidence, TrackerEvidence
-from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.ledger import KnownCheckpoints, Ledger
 from ckptfsm.core.lifecycle import IN_FLIGHT, Checkpoint, State
 from ckptfsm.core.recovery import forget_moved, plan
 from ckptfsm.core.retention import describe_tracked
@@ -185,7 +185,7 @@ def _beside_a_release() -> tuple[Ledger, Evidence]:
     requested = Checkpoint(ours, State.REQUESTED, (m.PartSpec("state"),), 1)
     published = {of.step: PublishedEvidence(of.step, "manifest", of) for of in (other, ours)}
     tracker = TrackerEvidence("release")
-    return Ledger({ours: requested}), Evidence(tracker, published, release=True)
+    return Ledger(KnownCheckpoints({ours: requested})), Evidence(tracker, published, release=True)
 
 
 @example(root=_beside_a_release())

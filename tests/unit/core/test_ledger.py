@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import FrozenInstanceError
 
@@ -19,7 +20,7 @@ from ckptfsm.core.errors import (
     StepExistsError,
 )
 from ckptfsm.core.events import WriterForked
-from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.ledger import KnownCheckpoints, Ledger, Rejected
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec, check_parts
 
@@ -64,6 +65,27 @@ def test_latest_is_the_newest_tracked_not_the_newest():
     assert ledger.in_flight().step == 300
     assert ledger.at(100).id == at(100) and ledger.at(300) is None
     assert [c.step for c in ledger.in_state(S.TRACKED)] == [100, 200]
+
+
+def test_known_checkpoints_are_those_of_a_dictionary_after_any_changes():
+    """Catches: a checkpoint lost, kept twice or out of order between the tracked ones and the others,
+    and an earlier ledger that changes with a later one."""
+    rng = random.Random(1)
+    known, plain = KnownCheckpoints({}), {}
+    for _ in range(500):
+        of, before, was = at(rng.randrange(9), rng.randrange(1, 3)), known, dict(plain)
+        after = Checkpoint(of, rng.choice((*S, *[S.TRACKED] * 9)), world_size=rng.randrange(1, 9))
+        if rng.random() < 0.2:
+            known = known.changed(of, None)
+            plain.pop(of, None)
+        else:
+            known = known.changed(of, after)
+            plain[of] = after
+        assert known == plain == KnownCheckpoints(plain) and before == was
+        assert len(known) == len(plain) and set(known) == set(plain)
+        newest = sorted((c.id for c in plain.values() if c.state is S.TRACKED), reverse=True)
+        assert [c.id for c in known.newest_first()] == newest
+        assert [c.id for c in known.in_state(set(S))] == sorted(plain)
 
 
 @pytest.mark.parametrize("step", [-1, MAX_STEP + 1, True, "7", 1.0, None])

@@ -362,7 +362,7 @@ def test_I8_a_checkpoint_without_a_steps_name_is_found(name: str):
     (found,) = gather_evidence(reader(disk), MEGATRON, Ledger()).unnamed
     assert (name or "the root itself") in found
     assert ("layout='titan'" in found) == (name == "step-100")
-    known = Ledger({OF: Checkpoint(OF, State.TRACKED, (PartSpec("state"),), 1)})
+    known = ledger_of(Checkpoint(OF, State.TRACKED, (PartSpec("state"),), 1))
     assert gather_evidence(reader(disk), MEGATRON, known).unnamed == ()
 
 
@@ -464,7 +464,7 @@ def test_F33_a_save_that_has_only_begun_is_no_evidence(disk: SimDisk):
     found = gather_evidence(reader(disk), MEGATRON, Ledger())
     assert "iter_0000007" in found.strays and 7 not in found.published
     assert found.published[8].found == "unexplained"
-    known = Ledger({OF: Checkpoint(AttemptId(7, 1, 1), State.TRACKED, (PartSpec("state"),), 1)})
+    known = ledger_of(Checkpoint(AttemptId(7, 1, 1), State.TRACKED, (PartSpec("state"),), 1))
     assert 7 in gather_evidence(reader(disk), MEGATRON, known).published
 
 
