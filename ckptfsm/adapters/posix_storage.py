@@ -337,6 +337,10 @@ class PosixStorage:
         Through the root's, btrfs shows only the names of the previous listing.
         """
         with self._directory(path) as (fd, _):
+            if path:  # opened just now, for this alone
+                with os.scandir(fd) as found:
+                    yield found
+                return
             own = os.open(".", _DIRECTORY, dir_fd=fd)
             try:
                 with os.scandir(own) as found:

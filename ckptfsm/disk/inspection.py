@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -53,7 +54,7 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Storage
+from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.disk.durable import (
     TEMPORARY,
     is_about_content,
@@ -71,6 +72,7 @@ log = logging.getLogger("ckptfsm")
 
 _OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 _LIGHTNING = ".ckpt"
+_FEW = 2
 
 
 def read_tracker(storage: Storage) -> TrackerEvidence:
@@ -107,17 +109,14 @@ def read_commit(storage: Storage, directory: str) -> Commit | None:
     """
     path = f"{directory}/{MANIFEST}"
     try:
-        found = lookup(storage, path)
-        if found is None:
-            return None
-        if found.kind != "file":
-            raise DamagedRoot("the manifest is not a regular file", file=path)
         data = read_document(storage, path, MAX_DOCUMENT_BYTES)
-        return Commit(decode(Manifest, data, path), checksum_of(data))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
-        if isinstance(error, (CkptFsmError, FileNotFoundError)) or not is_about_content(error):
+        if isinstance(error, CkptFsmError) or not is_about_content(error):
             raise
         raise DamagedRoot(f"the manifest cannot be reached: {error}", file=path) from error
+    return Commit(decode(Manifest, data, path), checksum_of(data))
 
 
 def pinned_steps(storage: Storage) -> dict[int, str]:
@@ -142,12 +141,37 @@ def moved_aside(storage: Storage, directory: str) -> dict[AttemptId, list[str]]:
     return found
 
 
-def check_sizes(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
+Listings = Mapping[str, Mapping[str, FileStat]]
+"""What was listed just now, by the directory inside a checkpoint and the name."""
+NOT_LISTED: Listings = MappingProxyType({})
+
+
+def list_beside(storage: Storage, directory: str, files: Iterable[FileEntry]) -> Listings:
+    """The listings of the directories inside ``directory`` that hold many of ``files``, or shards.
+
+    One listing takes less time than three looks, each of which opens the directory anew.
+    """
+    count = Counter(entry.name.rpartition("/")[0] for entry in files)
+    found: dict[str, Mapping[str, FileStat]] = {}
+    for inner, many in count.items():
+        if many > _FEW or _may_hold_shards(inner):
+            try:
+                found[inner] = dict(storage.entries(join(directory, inner)))
+            except (FileNotFoundError, NotADirectoryError):
+                found[inner] = {}
+    return found
+
+
+def check_sizes(
+    storage: Storage, directory: str, files: Iterable[FileEntry], seen: Listings = NOT_LISTED
+) -> str:
     """The first listed file that is missing, not a regular file, or of another size; "" if none."""
     for entry in files:
         if ".." in entry.name.split("/"):
             return f"{entry.name}: not a name inside the checkpoint"
-        found = lookup(storage, f"{directory}/{entry.name}")
+        inner, _, name = entry.name.rpartition("/")
+        # A network file system may list a new name late: one that is missing is looked up.
+        found = seen.get(inner, {}).get(name) or lookup(storage, f"{directory}/{entry.name}")
         if found is None:
             return f"{entry.name} is missing"
         if found.kind != "file" or found.size != entry.bytes:
@@ -166,17 +190,23 @@ def check_digests(storage: Storage, directory: str, files: Iterable[FileEntry]) 
     return ""
 
 
-def check_extra_shards(storage: Storage, directory: str, files: Sequence[FileEntry]) -> str:
-    """The first shard file that the manifest does not list; "" if none."""
+def check_extra_shards(
+    storage: Storage, directory: str, files: Sequence[FileEntry], seen: Listings = NOT_LISTED
+) -> str:
+    """The first shard file that the manifest does not list; "" if none. ``seen``: of ``list_beside``."""
     listed = {entry.name for entry in files}
-    directories = {name.rpartition("/")[0] for name in listed if ".ckptfsm/" not in name}
-    for inner in sorted(directories):
-        base = f"{directory}/{inner}" if inner else directory
-        for name in list_names(storage, base):
+    directories = {name.rpartition("/")[0] for name in listed}
+    for inner in sorted(filter(_may_hold_shards, directories)):
+        names = seen[inner] if inner in seen else list_names(storage, join(directory, inner))
+        for name in sorted(names):
             relative = f"{inner}/{name}" if inner else name
             if relative not in listed and is_shard(name):
                 return f"{relative} is not of this checkpoint"
     return ""
+
+
+def _may_hold_shards(inner: str) -> bool:
+    return PRIVATE not in inner.split("/")
 
 
 def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
@@ -196,16 +226,19 @@ def inspect_published(
     manifest are not checked, only its attempt is read.
     """
     directory = at if at is not None else layout.published_name(step)
-    found = lookup(storage, directory)
-    if found is None or found.kind != "dir":
-        kind = found.kind if found else "nothing"
-        return PublishedEvidence(step, "no_directory", detail=f"{directory} is a {kind}")
+    commit, problem = None, ""
     try:
         commit = read_commit(storage, directory)
     except (DamagedRoot, OSError) as error:
         _raise_unless_damage(error)
-        return PublishedEvidence(step, "damaged", detail=f"{directory}: {error}")
+        problem = str(error)
     if commit is None:
+        found = lookup(storage, directory)
+        if found is None or found.kind != "dir":
+            kind = found.kind if found else "nothing"
+            return PublishedEvidence(step, "no_directory", detail=f"{directory} is a {kind}")
+        if problem:
+            return PublishedEvidence(step, "damaged", detail=f"{directory}: {problem}")
         verdict = inspect_unlisted(storage, layout, directory)
         if verdict.acceptable:
             return PublishedEvidence(step, "stock")
@@ -214,8 +247,9 @@ def inspect_published(
     problem = "" if manifest.step == step else f"its manifest is of step {manifest.step}"
     try:
         if files:
-            problem = problem or check_sizes(storage, directory, manifest.files)
-            problem = problem or check_extra_shards(storage, directory, manifest.files)
+            seen = list_beside(storage, directory, manifest.files)
+            problem = problem or check_sizes(storage, directory, manifest.files, seen)
+            problem = problem or check_extra_shards(storage, directory, manifest.files, seen)
     except OSError as error:  # a link or a file where a directory was
         _raise_unless_damage(error)
         problem = str(error)
@@ -426,7 +460,8 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     device = storage.stat("").device
     staged = (State.REQUESTED, State.FORKED, State.FAILED)  # never had its name, if not in place
     known = {c.step for c in ledger.checkpoints.values() if c.in_place or c.state not in staged}
-    names = list_names(storage, "")
+    devices = {name: stat.device for name, stat in storage.entries("")}
+    names = sorted(devices)
     for name in names:
         step = layout.parse_published(name)
         if step is None:
@@ -436,8 +471,7 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
             strays.append(name)
             continue
         published[step] = there
-        stat = lookup(storage, name)  # None: a reader of a living root comes late
-        if there.found != "no_directory" and stat is not None and stat.device != device:
+        if there.found != "no_directory" and devices[name] != device:
             mounts.append(name)
     staging: dict[AttemptId, StagingEvidence] = {}
     for name in list_names(storage, STAGING):
