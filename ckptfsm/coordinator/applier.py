@@ -16,9 +16,11 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
+    CheckpointRecord,
     MetricsRecorded,
     Pin,
     Record,
@@ -181,7 +183,6 @@ class Applier:
             self._holds = history.holds
             self._jobs = JobHolds(self._storage, self._holds)
         self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
-        checkpoints = sorted(history.ledger.checkpoints.values(), key=attrgetter("id"))
         self._journal.open(
             SegmentOpened(
                 epoch=self._ownership.epoch,
@@ -197,7 +198,7 @@ class Applier:
                 layout=self.layout.name,
                 retention=record_of(self._retention) if self._records_policy else history.retention,
                 holds=dict(self._holds),
-                checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
+                checkpoints=_snapshot(self.ledger),
             )
         )
 
@@ -638,6 +639,12 @@ class Applier:
         say(write, "report_rejected", said, report=name, why=why)
         if rejected.wrong_world_size:
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
+
+
+@collection_paused()
+def _snapshot(ledger: Ledger) -> tuple[CheckpointRecord, ...]:
+    checkpoints = sorted(ledger.checkpoints.values(), key=attrgetter("id"))
+    return tuple(checkpoint_record(c) for c in checkpoints)
 
 
 def _transition_text(record: TransitionRecord) -> str:

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from enum import Enum
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -107,7 +108,10 @@ class Part(Document):
     optional: bool = False
 
     def spec(self) -> PartSpec:
-        return PartSpec(self.name, self.kind, self.directory, self.ranks, self.optional)
+        return _spec_of(self.name, self.kind, self.directory, self.ranks, self.optional)
+
+
+_spec_of = lru_cache(maxsize=64)(PartSpec)  # all checkpoints of a run have the same
 
 
 class Receipt(OfAttempt):
@@ -274,7 +278,7 @@ class JobRecord(OfAttempt):
     at: str = ""
 
 
-class CheckpointRecord(Document):
+class CheckpointRecord(OfAttempt):
     """A checkpoint as a snapshot or a creating transition carries it."""
 
     step: Step
@@ -480,6 +484,7 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {problem['msg']}" if where else str(problem["msg"])
 
 
+@lru_cache(maxsize=64)
 def part_records(parts: tuple[PartSpec, ...]) -> tuple[Part, ...]:
     """Declared parts as documents carry them."""
     return tuple(Part.model_validate(part, from_attributes=True) for part in parts)
@@ -510,11 +515,15 @@ def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
     )
 
 
-def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
-    """The inverse of ``checkpoint_record``."""
-    return Checkpoint(
-        AttemptId(record.step, record.epoch, record.attempt),
-        parts=tuple(part.spec() for part in record.parts),
-        metrics=tuple(sorted(record.metrics.items())),
-        **{name: getattr(record, name) for name in _ALIKE},
-    )
+def checkpoint_of(record: CheckpointRecord, **told: Any) -> Checkpoint:
+    """The inverse of ``checkpoint_record``, with the fields that later records ``told``."""
+    known = {name: getattr(record, name) for name in _ALIKE}
+    known["metrics"] = tuple(sorted(record.metrics.items()))
+    if "parts" not in told:
+        known["parts"] = part_specs(record)
+    return Checkpoint(record.of, **{**known, **told})
+
+
+def part_specs(record: CheckpointRecord) -> tuple[PartSpec, ...]:
+    """The declared parts of a checkpoint."""
+    return tuple(part.spec() for part in record.parts)

@@ -66,6 +66,8 @@ _COUNTED = (WriterForked, ShardReported, FinalizersRan, WriterGone)
 class State(str, Enum):
     """The state of a checkpoint. ``ABSENT`` is the source of the rows that create one."""
 
+    __hash__ = str.__hash__  # not in Python code: journals are full of states
+
     ABSENT = "absent"
     REQUESTED = "requested"
     FORKED = "forked"
@@ -131,7 +133,7 @@ class Checkpoint:
     @property
     def writers(self) -> frozenset[int]:
         """The ranks that have a writer for this checkpoint."""
-        return _writers_of(self.parts, self.world_size)
+        return writers_of(self.parts, self.world_size)
 
 
 @lru_cache(maxsize=64)
@@ -144,7 +146,8 @@ def _reports_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[tuple
 
 
 @lru_cache(maxsize=64)
-def _writers_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[int]:
+def writers_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[int]:
+    """The ranks that write one of the parts."""
     return frozenset(rank for _, rank in _reports_of(parts, world_size))
 
 

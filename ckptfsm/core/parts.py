@@ -47,9 +47,11 @@ class Planned(NamedTuple):
     shares: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AttemptId(Sent):
-    """An attempt at a step: ``epoch`` is the run generation that asked for it."""
+class AttemptId(NamedTuple):
+    """An attempt at a step: ``epoch`` is the run generation that asked for it.
+
+    A tuple, because a start looks attempts up ten times for each checkpoint.
+    """
 
     step: int
     epoch: int

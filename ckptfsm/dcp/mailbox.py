@@ -221,7 +221,7 @@ def decoded(found: dict[str, Any]) -> Report:
     kind = _KINDS.get(values.pop("name"))
     if kind is None:
         raise ValueError(f"no report: {found!r:.80}")
-    made: Report = kind(**{**values, "of": AttemptId(**values["of"])})
+    made: Report = kind(**{**values, "of": AttemptId(*values["of"])})
     if not is_plausible(made):
         raise ValueError(f"an implausible report: {found!r:.200}")
     return made

@@ -29,6 +29,7 @@ from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.documents import (
     MAX_SEGMENT_BYTES,
     RECORD,
+    CheckpointRecord,
     MetricsRecorded,
     Record,
     Seal,
@@ -38,13 +39,14 @@ from ckptfsm.core.documents import (
     checkpoint_of,
     encode,
     first_problem,
+    part_specs,
     raise_newer,
 )
 from ckptfsm.core.errors import IllegalTransition, JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.core.events import UNUSABLE, Withdrawn
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.ledger import KnownCheckpoints, Ledger, with_metrics
-from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State
+from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writers_of
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import PolicyRecord
@@ -53,27 +55,23 @@ from ckptfsm.disk.durable import list_names, write_all
 
 BLOCK_BYTES = 16 * 1024
 RESERVE_BYTES = 4 * 1024  # kept free in the last block for records that must fit on a full disk
-_PREFIX = b'{"crc":"'
-_MIDDLE = b'","record":'
-_HEAD = len(_PREFIX) + 8 + len(_MIDDLE)
-_CARRIED = ("shard_bytes", "manifest_crc", "reason", "detail")
+_HEAD = b'{"crc":"%08x","record":'
+_HEAD_BYTES = len(_HEAD % 0)
+_ENDS_OF_SAVES = frozenset({State.TRACKED, State.FAILED})
 _LEGAL = frozenset((row.source, row.event.name, row.dest) for row in TABLE)
 
 
 def encode_line(record: Record) -> bytes:
     """A record as its line, newline included."""
     body = encode(record)
-    return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + b"}\n"
+    return _HEAD % zlib.crc32(body) + body + b"}\n"
 
 
 def decode_line(line: bytes) -> bytes | None:
     """The record bytes of a line without its newline, or None if it is not an intact line."""
-    if not line.startswith(_PREFIX) or not line.endswith(b"}"):
-        return None
-    if line[len(_PREFIX) + 8 : _HEAD] != _MIDDLE:
-        return None
-    body = line[_HEAD:-1]
-    return body if line[len(_PREFIX) : len(_PREFIX) + 8] == b"%08x" % zlib.crc32(body) else None
+    body = line[_HEAD_BYTES:-1]
+    whole = line.startswith(_HEAD % zlib.crc32(body)) and line.endswith(b"}")
+    return body if whole else None
 
 
 class Segment(NamedTuple):
@@ -115,7 +113,8 @@ def _records_in(data: bytes, file: str) -> Iterator[tuple[Record, int]]:
 
 def _decode_record(body: bytes, file: str, offset: int) -> Record:
     try:
-        return RECORD.validate_json(body)
+        record: Record = RECORD.validator.validate_json(body)
+        return record
     except ValidationError as error:
         raise_newer(body, file, error)
         raise JournalCorrupt(
@@ -212,7 +211,8 @@ def _read(storage: Storage) -> History:
     for epoch in reversed(epochs):
         data = _checked_bytes(storage, epoch)
         records = _records_in(data, _file_of(epoch))
-        first = next(records, None)
+        with collection_paused():  # it has the whole ledger
+            first = next(records, None)
         if first is not None:
             opened = _opening_of(epoch, first[0])
             there = _check_seals(storage, opened.seals)
@@ -355,26 +355,39 @@ class Replayed:
     ``at``: the time of its last move, "" if that came before this segment.
     """
 
-    def __init__(self, base: Checkpoint, at: str = "") -> None:
+    __slots__ = ("_base", "_told", "at", "state", "step")
+
+    def __init__(self, base: Checkpoint | CheckpointRecord, at: str = "") -> None:
         self.step, self.state, self.at = base.step, base.state, at
         self._base = base
         self._told: dict[str, Any] = {}  # by its moves
-        self._moved = False
 
     def move(self, record: TransitionRecord) -> None:
         """Take a legal move of this checkpoint."""
-        self.state, self.at, self._moved = record.dest, record.at, True
-        for name in _CARRIED:
-            if value := getattr(record, name):
-                self._told[name] = value
+        self.state, self.at, told = record.dest, record.at, self._told
+        told["state"] = record.dest
+        if record.shard_bytes:
+            told["shard_bytes"] = record.shard_bytes
+        if record.manifest_crc:
+            told["manifest_crc"] = record.manifest_crc
+        if record.reason:
+            told["reason"] = record.reason
+        if record.detail:
+            told["detail"] = record.detail
 
     def finish(self) -> Checkpoint:
         """The checkpoint after all records that were taken."""
-        base = self._base
-        if not self._moved:
-            return base
-        forked = base.writers if self.state is not State.REQUESTED else base.forked
-        return replace(base, state=self.state, forked=forked, **self._told)
+        base, told = self._base, self._told
+        forked = self.state is not State.REQUESTED  # every writer has its copy
+        if isinstance(base, Checkpoint):
+            if not told:
+                return base
+            return replace(base, forked=base.writers if forked else base.forked, **told)
+        if not told:
+            return checkpoint_of(base)
+        parts = part_specs(base)
+        ranks = writers_of(parts, base.world_size) if forked else frozenset()
+        return checkpoint_of(base, parts=parts, forked=ranks, **told)
 
 
 class _ReplayedSegment:
@@ -383,7 +396,7 @@ class _ReplayedSegment:
     def __init__(self, file: str, opened: SegmentOpened, end: int) -> None:
         self.end = end
         self._file, self._opened = file, opened
-        self._checkpoints = {c.id: Replayed(c) for c in map(checkpoint_of, opened.checkpoints)}
+        self._checkpoints = {c.of: Replayed(c) for c in opened.checkpoints}
         if len(self._checkpoints) != len(opened.checkpoints):
             raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
         self._known = set(self._checkpoints)
@@ -414,10 +427,11 @@ class _ReplayedSegment:
                     )
 
     def _take_move(self, record: TransitionRecord, index: int) -> None:
-        _note_failure(self._failed, record)
         of = replay_transition(self._checkpoints, record, self._file, index)
         if record.created is not None:
             self._known.add(of)
+        if record.dest in _ENDS_OF_SAVES:
+            _note_failure(self._failed, record)
         if record.run_seconds > self._run_seconds:
             self._run_seconds = record.run_seconds
 
@@ -459,24 +473,24 @@ def replay_transition(
 
     Returns its attempt.
     """
-    of = record.of
+    of, said, dest = record.of, record.source, record.dest
     current = checkpoints.get(of)
     source = current.state if current is not None else State.ABSENT
-    legal = (record.source, record.event, record.dest) in _LEGAL and record.source is source
-    created = record.source is State.ABSENT
+    legal = said is source and (said, record.event, dest) in _LEGAL
+    created = said is State.ABSENT
     if not legal or created != (record.created is not None):
         raise JournalCorrupt(
-            f"record {index}: {record.source.value} -{record.event}-> {record.dest.value} of "
-            f"{record.of} is not a legal move from {source.value}",
+            f"record {index}: {said.value} -{record.event}-> {dest.value} of {of} is not a legal "
+            f"move from {source.value}",
             file=file,
             offset=0,
             step=record.step,
         )
-    if record.dest in FORGOTTEN:
+    if dest in FORGOTTEN:
         checkpoints.pop(of, None)
         return of
     if record.created is not None:
-        current = checkpoints[of] = Replayed(checkpoint_of(record.created))
+        current = checkpoints[of] = Replayed(record.created)
     assert current is not None
     current.move(record)
     return of

@@ -305,7 +305,7 @@ def test_absorb_of_many_reports_is_apply_of_each():
 
 def test_absorb_looks_up_the_ranks_once_for_all_reports():
     """Catches: a look-up by all parts for each report, which is half of its cost."""
-    begun, looked = Checkpoint(OF, S.REQUESTED, PARTS, 100), lifecycle._writers_of.cache_info
+    begun, looked = Checkpoint(OF, S.REQUESTED, PARTS, 100), lifecycle.writers_of.cache_info
     before = looked()
     assert absorb(begun, [m.WriterForked(OF, rank, 100) for rank in range(99)])[1] == 99
     after = looked()

@@ -641,7 +641,7 @@ def test_lost_concerns_only_its_ranks(tmp_path):
         lambda of: WriterForked(of, [1], 4),
         lambda of: Failed(of, "writer_failed", "", 1.0),
         lambda of: ShardReported(of, "../state", 1, 4, 5),
-        lambda of: WriterForked(replace(of, epoch=[of.epoch]), 1, 4),
+        lambda of: WriterForked(of._replace(epoch=[of.epoch]), 1, 4),
         lambda of: WriterForked(str(of), 1, 4),
     ],
 )
