@@ -212,7 +212,7 @@ def encoded(event: Event) -> dict[str, Any]:
     """A report as plain values."""
     if isinstance(event, Failed):
         event = replace(event, detail=shorten(event.detail, _DETAIL))
-    return {"name": event.name, **asdict(event)}
+    return {"name": event.name, **asdict(event), "of": event.of._asdict()}
 
 
 def decoded(found: dict[str, Any]) -> Report:
@@ -221,7 +221,7 @@ def decoded(found: dict[str, Any]) -> Report:
     kind = _KINDS.get(values.pop("name"))
     if kind is None:
         raise ValueError(f"no report: {found!r:.80}")
-    made: Report = kind(**{**values, "of": AttemptId(*values["of"])})
+    made: Report = kind(**{**values, "of": AttemptId(**values["of"])})
     if not is_plausible(made):
         raise ValueError(f"an implausible report: {found!r:.200}")
     return made

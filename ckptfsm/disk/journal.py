@@ -87,12 +87,12 @@ class Segment(NamedTuple):
 def parse_segment_bytes(epoch: int, data: bytes, file: str) -> Segment:
     """Parse a segment. Raises ``JournalCorrupt`` with the offset of damage before its end."""
     found = list(_records_in(data, file))
-    end = found[-1][1] if found else 0
+    end = min(found[-1][1], len(data)) if found else 0
     return Segment(epoch, tuple(record for record, _ in found), end, zlib.crc32(data[:end]))
 
 
 def _records_in(data: bytes, file: str) -> Iterator[tuple[Record, int]]:
-    """The records of a segment, each with the length up to and including it.
+    """The records of a segment, each with the length up to and including it and a newline.
 
     One after the other: 100,000 at once would cost the garbage collector more than their parsing.
     """
@@ -105,7 +105,7 @@ def _records_in(data: bytes, file: str) -> Iterator[tuple[Record, int]]:
                 raise JournalCorrupt(
                     "journal damaged before its last record", file=file, offset=torn_at
                 )
-            yield _decode_record(body, file, offset), min(offset + len(line) + 1, len(data))
+            yield _decode_record(body, file, offset), offset + len(line) + 1
         elif line and torn_at is None:
             torn_at = offset
         offset += len(line) + 1
@@ -219,7 +219,7 @@ def _read(storage: Storage) -> History:
             missing = tuple(_file_of(seal.epoch) for seal in opened.seals if seal not in there)
             replayed = _ReplayedSegment(_file_of(epoch), opened, first[1])
             replayed.take(records)
-            end = replayed.end
+            end = min(replayed.end, len(data))
             newest = Seal(epoch=epoch, bytes=end, crc32=zlib.crc32(data[:end]))
             return replayed.history((*there, newest), epochs[-1], missing)
     return History(Ledger(), 0.0, (), max(epochs, default=0))
@@ -391,7 +391,7 @@ class Replayed:
 
 
 class _ReplayedSegment:
-    """The replay of a segment, record by record. ``end``: the length up to the last one."""
+    """The replay of a segment, record by record. ``end``: as ``_records_in`` told with the last one."""
 
     def __init__(self, file: str, opened: SegmentOpened, end: int) -> None:
         self.end = end
