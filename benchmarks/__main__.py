@@ -52,7 +52,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bytes", type=_positive, default=1 << 30, help="size of the saved state")
     parser.add_argument("--pairs", type=_positive, default=16, help="samples per side")
     parser.add_argument(
-        "--checkpoints", type=_positive, default=1000, help="checkpoints in the root to recover"
+        "--checkpoints", type=_positive, default=10_000, help="checkpoints in the root to recover"
     )
     parser.add_argument(
         "--ranks", type=_ranks, default=_DEFAULTS.ranks, help="simulated ranks: 1000,10000,..."

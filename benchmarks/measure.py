@@ -35,7 +35,7 @@ class Options:
     work: Path
     state_bytes: int = 1 << 30
     pairs: int = 16
-    checkpoints: int = 1000
+    checkpoints: int = 10_000
     ranks: tuple[int, ...] = RANKS
     busy_s: float = 5.0
     poll_interval_s: float = 0.002

@@ -4,9 +4,9 @@ Measured: the construction of a ``CheckpointManager`` (warm page cache) in two c
 orderly close the journal begins with a snapshot; after a run that was killed every transition is
 replayed.
 
-Also measured: the journal alone, the command line (``commands``), and the cost of one more
-checkpoint beside all the others, from request to tracked. Coordinator and writer work on hardly any
-data and without fsyncs, so that only the work per known checkpoint shows.
+Also measured: an empty root, the journal alone, the command line (``commands``), and the cost of one
+more checkpoint beside ten and beside all the others, from request to tracked. Coordinator and writer
+work on hardly any data and without fsyncs, so that only the work per known checkpoint shows.
 
 The production coordinator and writer build the root from one real save. The files of that save are
 written again for every step; only the fsyncs are left out while building.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import commands
-from benchmarks.measure import MS, Figure, Options, in_unit, timed
+from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
 from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager
 from ckptfsm.adapters.clock import SystemClock
@@ -43,6 +43,9 @@ from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
 _TARGET_S = 2.0  # of 10,000 checkpoints
+_OPENING_S = 0.3  # of none, and of a tenth
+_GROWTH = 1.2  # of one more save: its noise
+_MOST_OPENINGS = 5
 _RECORDS, _RECORDS_S = 100_000, 1.0
 _PART = "state"
 _SEED_BYTES = 64 << 10
@@ -79,20 +82,40 @@ class ReplayedPart(PartJob):
 
 def run(options: Options) -> list[Figure]:
     """Seconds to construct a manager on a root of ``checkpoints`` tracked checkpoints."""
-    root, killed = options.work / "root", options.work / "killed"
-    tracked = build_root(root, options.checkpoints, _record_part(options.work / "seed"))
+    root, killed, fewer = options.work / "root", options.work / "killed", options.work / "fewer"
+    count, part = options.checkpoints, _record_part(options.work / "seed")
+    tenth, ten = max(1, count // 10), min(10, count // 2)
+    build_root(fewer, tenth, part)
+    tracked = build_root(root, count, part)
     shutil.copytree(root / PRIVATE, killed)
+    openings = range(min(options.pairs, _MOST_OPENINGS))
     journal = _read_journal(root, options.pairs)
-    after_kill = [_open_again(root, killed) for _ in range(options.pairs)]
-    after_close = [_open_again(root, None) for _ in range(options.pairs)]
-    count = options.checkpoints
+    after_kill = [_open_again(root, killed) for _ in openings]
+    after_close = [_open_again(root, None) for _ in openings]
+    first = tracked[ten : ten + options.pairs]
+    last = tracked[-len(first) :]
     return [
+        in_unit("opening of an empty root", "s", 1.0, _open_new(options), _OPENING_S),
+        in_unit(
+            f"opening of {tenth}",
+            "s",
+            1.0,
+            [_open_again(fewer, None) for _ in openings],
+            _OPENING_S,
+        ),
         in_unit(f"recovery of {count}, after a close", "s", 1.0, after_close, _TARGET_S),
         in_unit(f"recovery of {count}, after a kill", "s", 1.0, after_kill, _TARGET_S),
         in_unit(f"journal, for {_RECORDS} records", "s", 1.0, journal, _RECORDS_S),
         *commands.figures(root, count, options.pairs),
-        in_unit(f"one more beside {count}, no fsync", "ms", MS, tracked[-options.pairs :]),
+        in_unit(f"one more beside {ten}, no fsync", "ms", MS, first),
+        in_unit(f"one more beside {count}, no fsync", "ms", MS, last),
+        ratio(f"one more beside {count} / beside {ten}", last, first, _GROWTH),
     ]
+
+
+def _open_new(options: Options) -> list[float]:
+    """Seconds to construct a manager on a directory that is not there."""
+    return [_open_again(options.work / f"new{number}", None) for number in range(options.pairs)]
 
 
 def _read_journal(root: Path, pairs: int) -> list[float]:
