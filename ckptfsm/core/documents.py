@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -406,7 +407,8 @@ Record = Annotated[
     | SegmentClosed,
     Field(discriminator="type"),
 ]
-RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+# Its times are unlike, so that a cache of strings takes longer than it saves.
+RECORD: TypeAdapter[Record] = TypeAdapter(Record, config=ConfigDict(cache_strings="keys"))
 
 D = TypeVar("D", bound=Document)
 _SEAL = b'{"crc":"'
@@ -501,6 +503,7 @@ _ALIKE = (  # fields of a checkpoint and its record that hold the same value
     "reason",
     "detail",
 )
+_alike_in = attrgetter(*_ALIKE)
 
 
 def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
@@ -511,17 +514,19 @@ def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
         attempt=checkpoint.id.attempt,
         parts=part_records(checkpoint.parts),
         metrics=dict(checkpoint.metrics),
-        **{name: getattr(checkpoint, name) for name in _ALIKE},
+        **dict(zip(_ALIKE, _alike_in(checkpoint), strict=True)),
     )
 
 
 def checkpoint_of(record: CheckpointRecord, **told: Any) -> Checkpoint:
     """The inverse of ``checkpoint_record``, with the fields that later records ``told``."""
-    known = {name: getattr(record, name) for name in _ALIKE}
-    known["metrics"] = tuple(sorted(record.metrics.items()))
+    values = dict(zip(_ALIKE, _alike_in(record), strict=True))
+    values.update(told)
+    if record.metrics:
+        values["metrics"] = tuple(sorted(record.metrics.items()))
     if "parts" not in told:
-        known["parts"] = part_specs(record)
-    return Checkpoint(record.of, **{**known, **told})
+        values["parts"] = part_specs(record)
+    return Checkpoint(record.of, **values)
 
 
 def part_specs(record: CheckpointRecord) -> tuple[PartSpec, ...]:

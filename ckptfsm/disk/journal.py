@@ -220,7 +220,7 @@ def _read(storage: Storage) -> History:
             replayed = _ReplayedSegment(_file_of(epoch), opened, first[1])
             replayed.take(records)
             end = min(replayed.end, len(data))
-            newest = Seal(epoch=epoch, bytes=end, crc32=zlib.crc32(data[:end]))
+            newest = Seal(epoch=epoch, bytes=end, crc32=zlib.crc32(memoryview(data)[:end]))
             return replayed.history((*there, newest), epochs[-1], missing)
     return History(Ledger(), 0.0, (), max(epochs, default=0))
 
@@ -263,7 +263,7 @@ def _is_current(storage: Storage, known: History) -> bool:
     data = _bytes_of(storage, newest.epoch)
     if len(data) < newest.bytes or data[newest.bytes :].strip(b"\n"):
         return False
-    same = zlib.crc32(data[: newest.bytes]) == newest.crc32
+    same = zlib.crc32(memoryview(data)[: newest.bytes]) == newest.crc32
     return same and _check_seals(storage, older) == older
 
 
@@ -408,32 +408,30 @@ class _ReplayedSegment:
     @collection_paused()
     def take(self, records: Iterator[tuple[Record, int]]) -> None:
         """Replay the records after the opening."""
+        checkpoints = self._checkpoints
         for index, (record, self.end) in enumerate(records, start=1):
             # Nearly all records are moves, and nearly none of them has to do with a rollback.
             if isinstance(record, TransitionRecord):
                 if self._intent is not NO_INTENT or record.event == Withdrawn.name:
-                    self._intent = self._intent.after(record, self._checkpoints)
-                self._take_move(record, index)
+                    self._intent = self._intent.after(record, checkpoints)
+                of = replay_transition(checkpoints, record, self._file, index)
+                if record.created is not None:
+                    self._known.add(of)
+                if record.dest in _ENDS_OF_SAVES:
+                    _note_failure(self._failed, record)
+                if record.run_seconds > self._run_seconds:
+                    self._run_seconds = record.run_seconds
                 continue
-            self._intent = self._intent.after(record, self._checkpoints)
+            self._intent = self._intent.after(record, checkpoints)
             match record:
                 case MetricsRecorded():
-                    replay_metrics(self._checkpoints, record, self._file, index)
+                    replay_metrics(checkpoints, record, self._file, index)
                 case SegmentClosed():
                     self._run_seconds = max(self._run_seconds, record.run_seconds)
                 case SegmentOpened():
                     raise JournalCorrupt(
                         "a segment is opened twice", file=self._file, offset=0, record=index
                     )
-
-    def _take_move(self, record: TransitionRecord, index: int) -> None:
-        of = replay_transition(self._checkpoints, record, self._file, index)
-        if record.created is not None:
-            self._known.add(of)
-        if record.dest in _ENDS_OF_SAVES:
-            _note_failure(self._failed, record)
-        if record.run_seconds > self._run_seconds:
-            self._run_seconds = record.run_seconds
 
     @collection_paused()
     def history(self, seals: tuple[Seal, ...], newest: int, missing: tuple[str, ...]) -> History:
