@@ -46,6 +46,7 @@ _TARGET_S = 2.0  # of 10,000 checkpoints
 _OPENING_S = 0.3  # of none, and of a tenth
 _GROWTH = 1.2  # of one more save: its noise
 _MOST_OPENINGS = 5
+_SAVES = 100
 _RECORDS, _RECORDS_S = 100_000, 1.0
 _PART = "state"
 _SEED_BYTES = 64 << 10
@@ -92,7 +93,7 @@ def run(options: Options) -> list[Figure]:
     journal = _read_journal(root, options.pairs)
     after_kill = [_open_again(root, killed) for _ in openings]
     after_close = [_open_again(root, None) for _ in openings]
-    first = tracked[ten : ten + options.pairs]
+    first = tracked[ten : ten + _SAVES]  # of many, as the disk writes in bursts
     last = tracked[-len(first) :]
     return [
         in_unit("opening of an empty root", "s", 1.0, _open_new(options), _OPENING_S),

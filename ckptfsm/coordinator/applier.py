@@ -552,6 +552,7 @@ class Applier:
     def to_prune(self) -> list[Superseded]:
         """The pruning events of the checkpoints that no policy, pin, reader or job keeps."""
         if type(self._retention) is KeepAll:  # there may be thousands: none is looked at
+            self.reread_protection()
             return []
         preserved = self._preserved()  # first: it reads the ledger's protection anew
         return self.ledger.to_prune(preserved)

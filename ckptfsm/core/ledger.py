@@ -38,7 +38,7 @@ _by_id = attrgetter("id.step", "id.epoch", "id.attempt")
 
 
 class KnownCheckpoints(Mapping[AttemptId, Checkpoint]):
-    """Checkpoints by attempt. Nobody changes them; ``changed`` makes others.
+    """Checkpoints by attempt, oldest step first. Nobody changes them; ``changed`` makes others.
 
     The tracked ones are kept apart, oldest first, for there may be thousands: a move between two other
     states neither copies nor searches them.
@@ -56,7 +56,7 @@ class KnownCheckpoints(Mapping[AttemptId, Checkpoint]):
         return self._tracked[of] if found is None else found
 
     def __iter__(self) -> Iterator[AttemptId]:
-        return chain(self._tracked, self._others)
+        return iter(sorted(chain(self._tracked, self._others)))
 
     def __len__(self) -> int:
         return len(self._tracked) + len(self._others)

@@ -41,7 +41,6 @@ def test_the_hash_of_a_part_does_not_walk_over_its_ranks() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        AttemptId(5, 2, 3),
         PartSpec("a", "report", "d", (1, 2), optional=True),
         Published(AttemptId(5, 2, 3)),
         Superseded(AttemptId(5, 2, 3), 7, ("pin",)),
