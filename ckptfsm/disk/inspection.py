@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
@@ -151,7 +150,10 @@ def list_beside(storage: Storage, directory: str, files: Iterable[FileEntry]) ->
 
     One listing takes less time than three looks, each of which opens the directory anew.
     """
-    count = Counter(entry.name.rpartition("/")[0] for entry in files)
+    count: dict[str, int] = {}
+    for entry in files:
+        inner = entry.name.rpartition("/")[0]
+        count[inner] = count.get(inner, 0) + 1
     found: dict[str, Mapping[str, FileStat]] = {}
     for inner, many in count.items():
         if many > _FEW or _may_hold_shards(inner):
