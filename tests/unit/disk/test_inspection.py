@@ -50,6 +50,7 @@ from ckptfsm.disk.inspection import (
     gather_evidence,
     inspect_published,
     inspect_staging,
+    list_beside,
     read_manifest,
     read_tracker,
 )
@@ -219,6 +220,24 @@ def test_F21_an_extra_shard_is_found_and_other_files_are_not_ours(disk: SimDisk)
     disk.plant_file(f"{STEP}/__7_0.distcp", b"of another save")
     assert "__7_0.distcp" in check_extra_shards(reader(disk), STEP, entries(disk))
     assert inspect_published(reader(disk), MEGATRON, 1).found == "damaged"
+
+
+def test_F21_a_listing_judges_as_a_look_at_each_file_does(disk: SimDisk):
+    """Catches: damage that only a look at the file itself would find, and a new file that is called
+    missing because a network file system lists it late."""
+    files = entries(disk)
+    inner = {entry.name.rpartition("/")[0] for entry in files}
+    seen = list_beside(reader(disk), STEP, [*files, *files, *files])  # as if each held many
+    assert seen.keys() == inner and check_sizes(SimStorage(SimDisk(), "r"), STEP, files, seen) == ""
+    assert check_sizes(reader(disk), STEP, files, dict.fromkeys(inner, {})) == ""
+    for entry in files:
+        path = f"{STEP}/{entry.name}"
+        data = disk.snapshot()[path]
+        for damage in (None, data + b"x"):
+            replace(disk, path, damage)
+            assert entry.name in inspect_published(reader(disk), MEGATRON, 1).detail
+        replace(disk, path, data)
+    assert inspect_published(reader(disk), MEGATRON, 1).found == "manifest"
 
 
 # ----------------------------------------------------------------------------- published directories
