@@ -12,9 +12,10 @@ from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Storage
 from ckptfsm.dcp.fast_load import Filled, Target, metadata_of
+from ckptfsm.dcp.global_plan import DcpSummary, merge_plans
 from ckptfsm.dcp.loading import METADATA, DcpReading
 from ckptfsm.dcp.nested import flat
-from ckptfsm.dcp.planning import DcpPlan, DcpPlans, DcpSummary, merge_plans
+from ckptfsm.dcp.planning import DcpPlan, DcpPlans
 from ckptfsm.dcp.read_back import StateReadBack
 from ckptfsm.dcp.state_format import DriverOptions, Surveyed
 

@@ -6,8 +6,9 @@ import enum
 import io
 import pickle
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -60,16 +61,9 @@ def read_planned(data: bytes) -> Metadata:
     return metadata
 
 
-def completed(planned: bytes, results: Sequence[Sequence[Any]], location: str) -> Metadata:
-    """The planned metadata with the places of all items, from the rows of all ranks."""
+def completed(planned: bytes, location: str) -> Metadata:
+    """The planned metadata of a part at ``location``. ``dumped`` adds where its items lie."""
     metadata = read_planned(planned)
-    metadata.storage_data = {
-        MetadataIndex(key, torch.Size(offset) if offset is not None else None, index): (
-            _StorageInfo(file, start, length)
-        )
-        for rows in results
-        for key, offset, index, file, start, length in rows
-    }
     metadata.storage_meta = StorageMeta(checkpoint_id=location, save_id=uuid.uuid4().hex)
     metadata.version = _DCP_VERSION
     return metadata
@@ -80,7 +74,7 @@ def finish_dcp(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
     """``.metadata`` of a part in DCP's own format, see ``ports.PartFinisher``."""
-    return {".metadata": pickle.dumps(completed(planned, results, location))}
+    return {".metadata": dumped(completed(planned, location), results)}
 
 
 def finish_torch_dist(
@@ -90,3 +84,82 @@ def finish_torch_dist(
     finish = import_module("ckptfsm.megatron.torch_dist").finish_part
     finished: Mapping[str, bytes] = finish(planned, results, location)
     return finished
+
+
+# ------------------------------------------------------------------------------- where the items lie
+
+
+def dumped(metadata: Metadata, results: Sequence[Sequence[Any]]) -> bytes:
+    """The pickle of ``metadata`` with the places of all items, from the rows of all ranks.
+
+    A row makes two objects, for which pickle takes 6 us, and there may be a million of rows. So they are
+    put together here, of the opcodes that pickle writes, in a tenth of that time.
+    """
+    pieces = _PickledPieces()
+    made = pieces.of(type(metadata)) + _EMPTY
+    fields = vars(metadata) | {"storage_data": None}
+    state = (
+        pieces.of(name) + (_places(results, pieces) if name == "storage_data" else pieces.of(each))
+        for name, each in fields.items()
+    )
+    return b"".join((_PROTOCOL, made, *state, _STATE_SET, pickle.STOP))
+
+
+_PROTOCOL = pickle.PROTO + b"\x03"  # the last one without frames around the pieces
+_EMPTY = (
+    pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
+)  # an object, its state
+_STATE_SET = pickle.SETITEMS + pickle.BUILD
+
+
+class _PickledPieces:
+    """Pieces of one pickle, in order. A constant that was in an earlier piece is referred to."""
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        self._pickler = pickle.Pickler(self._file, 3)
+
+    def of(self, value: Any) -> bytes:
+        """The opcodes that push a value."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._pickler.dump(value)
+        return self._file.getvalue()[len(_PROTOCOL) : -len(pickle.STOP)]
+
+
+class _Constants(dict[Any, bytes]):
+    """The piece of each value: at first what ``make`` returns for it, later what refers to that."""
+
+    def __init__(self, pieces: _PickledPieces, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._pieces, self._make = pieces, make
+
+    def __missing__(self, value: Any) -> bytes:
+        made = self._make(value)
+        first = self._pieces.of(made)
+        self[value] = self._pieces.of(made)
+        return first
+
+
+def _places(results: Sequence[Sequence[Any]], pieces: _PickledPieces) -> bytes:
+    """The dict of the places: a ``MetadataIndex`` and a ``_StorageInfo`` for each row."""
+    rows = chain.from_iterable(results)
+    made = [pickle.EMPTY_DICT]
+    for key, offset, hint, file, start, length in islice(rows, 1):  # by pickle: names for the memo
+        index = MetadataIndex(key, None if offset is None else torch.Size(offset), hint)
+        made += pieces.of(index), pieces.of(_StorageInfo(file, start, length)), pickle.SETITEM
+    names, sizes = _Constants(pieces, str), _Constants(pieces, torch.Size)
+    numbers = _Constants(pieces, lambda value: value)
+    at = pieces.of("offset")
+    index_of = pieces.of(MetadataIndex) + _EMPTY + pieces.of("fqn")
+    hinted = pieces.of("index")
+    lies_in = _STATE_SET + pieces.of(_StorageInfo) + _EMPTY + pieces.of("relative_path")
+    long = pieces.of("length")
+    end = _STATE_SET + pickle.SETITEM
+    for key, offset, hint, file, start, length in rows:
+        made += (
+            *(index_of, names[key], hinted, numbers[hint]),
+            *(() if offset is None else (at, sizes[tuple(offset)])),
+            *(lies_in, names[file], at, numbers[start], long, numbers[length], end),
+        )
+    return b"".join(made)

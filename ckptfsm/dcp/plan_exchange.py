@@ -58,7 +58,10 @@ class PlanExchange:
         self._accepted = ""
 
     def merge(self, summaries: Sequence[Summary], merge_part: MergePart) -> Mapping[str, Planned]:
-        """At rank 0: what ``merge_part`` makes of a part's plans, by rank. Raises ``SaveRefused``."""
+        """At rank 0: what ``merge_part`` makes of a part's plans, by rank. Raises ``SaveRefused``.
+
+        If every rank refers to its last plan, each has its share in ``shares`` already.
+        """
         digests = tuple(s.digest for s in summaries)
         known = self._plans | self._candidates  # a rank may have accepted one that rank 0 refused
         known.update({s.digest: s.plans for s in summaries if s.plans is not None})
@@ -66,7 +69,10 @@ class PlanExchange:
             raise SaveRefused("a rank refers to a plan that rank 0 does not have; save again")
         self._candidates = {digest: known[digest] for digest in digests}
         if digests == self._merged[0]:
-            return self._merged[1]
+            merged = self._merged[1]
+            if all(s.plans is None for s in summaries):
+                return {name: plan._replace(shares=b"") for name, plan in merged.items()}
+            return merged
         ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         merged = {}
         for name in dict.fromkeys(name for rank in ranks for name in rank):

@@ -1,8 +1,8 @@
 """The plan of a part in DCP's own format: the items that DCP makes of each value.
 
-Every rank plans all of its items. At rank 0, torch decides which rank writes an item that several have,
-and every rank hears what it leaves to others. Making the items takes longer than everything else in a
-save, so they are used again for a state of the same structure.
+Every rank plans all of its items. Rank 0 decides which rank writes an item that several have, see
+``global_plan``, and every rank is told what it leaves to others. Making the items takes longer than
+everything else in a save, so they are used again for a state of the same structure.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import io
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.adapters.garbage import collection_paused
-from ckptfsm.core.errors import SaveRefused, describe, name_ranks
+from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.images import SMALL_BYTES
 from ckptfsm.core.parts import PerRank, Planned
 from ckptfsm.core.ports import Finalizer, PartJob
+from ckptfsm.dcp.global_plan import DcpSummary, summary_of
 from ckptfsm.dcp.images import Bucket, Held, counts_steps, saved, to_host, without_grad
 from ckptfsm.dcp.nested import Flat, fits_its_mesh
 from ckptfsm.dcp.plain_values import digests_of
@@ -41,12 +41,19 @@ from ckptfsm.dcp.state_format import Staging, stage_images
 _SAMPLE_BYTES = 1 << 10  # of a DTensor that is compared
 
 
-@dataclass(frozen=True, slots=True)
-class DcpSummary:
-    """A rank's plan of a part for rank 0. ``per_rank``: the names of its ``PerRank`` values."""
+@dataclass(slots=True)
+class _Share:
+    """Which of a part's items are this rank's, as rank 0 last said: a number for each, 0 or 1.
 
-    plan: SavePlan
-    per_rank: frozenset[str]
+    Rank 0 says it again only when the plan of some rank has changed.
+    """
+
+    mask: bytes = b""
+
+    def of(self, rank: int, planned: Planned) -> bytes:
+        if planned.shares:
+            self.mask = zlib.decompress(pickle.loads(planned.shares)[rank])
+        return self.mask
 
 
 @dataclass(slots=True)
@@ -75,7 +82,9 @@ class Known:
     """
 
     structure: list[Any]
+    items: Sequence[WriteItem]
     summary: DcpSummary
+    share: _Share
     split: _Split
     expected_bytes: int
     telling: frozenset[str]
@@ -112,7 +121,7 @@ class DcpPlan:
                     objects[key] = value
             elif _is_small(value):
                 found[key] = _digest_of(value, SMALL_BYTES)
-        for item in self.summary.plan.items:
+        for item in self.known.items:
             value = self.flat.values[item.index.fqn]
             if isinstance(value, DTensor) and value.device_mesh.size() < self.ranks:
                 offset, local = tuple(item.index.offset or ()), value._local_tensor
@@ -121,8 +130,7 @@ class DcpPlan:
         return found | digests_of(objects)
 
     def buckets(self, rank: int, planned: Planned) -> tuple[Bucket, ...]:
-        mask = zlib.decompress(pickle.loads(planned.shares)[rank])
-        split = self.known.split.of(self.summary.plan.items, mask)
+        split = self.known.split.of(self.known.items, self.known.share.of(rank, planned))
         return tuple(tuple((item, self._data_of(item)) for item in bucket) for bucket in split)
 
     def _data_of(self, item: WriteItem) -> Any:
@@ -163,6 +171,7 @@ class DcpPlans:
     def __init__(self, files: int) -> None:
         self._files = files
         self._known: dict[str, Known] = {}
+        self._shares: dict[str, _Share] = defaultdict(_Share)
 
     @collection_paused()
     def of(self, part: str, state: Flat, ranks: int) -> Known:
@@ -177,11 +186,12 @@ class DcpPlans:
     def _made(self, part: str, state: Flat, structure: list[Any], ranks: int) -> Known:
         items = [item for key in state.values for item in _items_of(key, state)]
         _check_parts(part, state, items)
-        plan = SavePlan(items, planner_data=state.mappings())
         tensors = {key: each for key, each in state.values.items() if state.is_tensor(key)}
         return Known(
             structure,
-            DcpSummary(plan, frozenset(state.per_rank.values())),
+            items,
+            summary_of(items, state),
+            self._shares[part],
             _Split(self._files),
             sum(_share_of(value, ranks) for value in tensors.values()),
             frozenset(k for k, v in tensors.items() if isinstance(v, DTensor) or counts_steps(v)),
@@ -279,143 +289,3 @@ def _share_of(value: torch.Tensor, ranks: int) -> int:
 def _digest_of(value: torch.Tensor, most_bytes: int) -> int:
     data = ctypes.string_at(value.data_ptr(), min(value.numel() * value.itemsize, most_bytes))
     return xxhash.xxh3_64_intdigest(data)
-
-
-# ---------------------------------------------------------------------------------------- at rank 0
-
-
-@collection_paused()
-def merge_plans(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> Planned:
-    """DCP's metadata of all ranks' plans, and which of its items each rank writes.
-
-    ``ranks_saving``: also those that do not give the part. Raises ``SaveRefused`` if the ranks' values
-    do not make whole tensors.
-    """
-    _check_kinds(part, summaries)
-    _check_per_rank(part, summaries, ranks_saving)
-    ranks = sorted(summaries)
-    plans = _of_the_first(summaries)
-    if len(plans) == 1:  # torch asks only of several whether they cover their tensors
-        plans.append(SavePlan([], planner_data={}))
-    try:
-        final, metadata = DefaultSavePlanner().create_global_plan(plans)
-    except Exception as error:  # a plain ValueError of torch names no rank
-        raise _refusal(part, summaries, error) from error
-    shares = {}
-    for rank, kept in zip(ranks, final, strict=False):
-        indices = {item.index for item in kept.items}
-        mask = bytes(item.index in indices for item in summaries[rank].plan.items)
-        shares[rank] = zlib.compress(mask, 1)
-    return Planned(pickle.dumps(metadata), pickle.dumps(shares))
-
-
-def _of_the_first(summaries: Mapping[int, DcpSummary]) -> list[SavePlan]:
-    """The plans, with what ranks compare in that of the first rank alone which gives it.
-
-    Torch would keep any rank's.
-    """
-    seen: set[str] = set()
-    plans = []
-    for _, summary in sorted(summaries.items()):
-        items = [i for i in summary.plan.items if not _is_compared(i) or i.index.fqn not in seen]
-        seen.update(item.index.fqn for item in items if _is_compared(item))
-        plans.append(replace(summary.plan, items=items))
-    return plans
-
-
-def _is_compared(item: WriteItem) -> bool:
-    if item.type == WriteItemType.BYTE_IO:
-        return True
-    data = item.tensor_data
-    if item.type != WriteItemType.TENSOR or data is None:
-        return False
-    return data.size.numel() * data.properties.dtype.itemsize < SMALL_BYTES
-
-
-def _placed(summaries: Mapping[int, DcpSummary]) -> Iterator[tuple[int, WriteItem]]:
-    for rank, summary in summaries.items():
-        for item in summary.plan.items:
-            yield rank, item
-
-
-def _check_kinds(part: str, summaries: Mapping[int, DcpSummary]) -> None:
-    """Refuse a key of several kinds, sizes or dtypes, and one of another rank's ``PerRank``."""
-    own = {f"{name}.rank_{rank}": rank for name in _names_per_rank(summaries) for rank in summaries}
-    kinds: dict[str, dict[Any, int]] = defaultdict(dict)  # the first rank of each
-    for rank, item in _placed(summaries):
-        data, key = item.tensor_data, item.index.fqn
-        if own.get(key, rank) != rank:
-            raise SaveRefused(
-                f"part {part!r}: rank {rank} has the key {key!r}, which is that of a PerRank "
-                f"of rank {own[key]}: rename one of them",
-                part=part,
-                key=key,
-                rank=rank,
-            )
-        kind = None if data is None else (tuple(data.size), data.properties.dtype)
-        kinds[key].setdefault(kind, rank)
-    for key, found in kinds.items():
-        if len(found) > 1:
-            (one, first), (other, second) = list(found.items())[:2]
-            raise SaveRefused(
-                f"part {part!r}: key {key!r} is {_named(one)} on rank {first} and {_named(other)} on "
-                f"rank {second}: give it a name of its own on each, or the same value",
-                part=part,
-                key=key,
-                ranks=(first, second),
-            )
-
-
-def _named(kind: tuple[Any, ...] | None) -> str:
-    if kind is None:
-        return "no tensor"
-    size, dtype = kind
-    return f"a tensor of shape {size} and {dtype}"
-
-
-def _names_per_rank(summaries: Mapping[int, DcpSummary]) -> list[str]:
-    return sorted(frozenset().union(*(each.per_rank for each in summaries.values())))
-
-
-def _check_per_rank(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> None:
-    """Refuse a ``PerRank`` that not every rank gives."""
-    for name in _names_per_rank(summaries):
-        lacking = tuple(
-            rank
-            for rank in range(ranks_saving)
-            if rank not in summaries or name not in summaries[rank].per_rank
-        )
-        if lacking:
-            raise SaveRefused(
-                f"part {part!r}: {name!r} is a PerRank, and rank {name_ranks(lacking)} gives none: give "
-                "one on every rank, PerRank(None) where there is nothing to keep",
-                part=part,
-                key=name,
-                ranks=lacking,
-            )
-
-
-def _refusal(part: str, summaries: Mapping[int, DcpSummary], error: Exception) -> SaveRefused:
-    """Names the first tensor whose parts overlap, or do not cover it."""
-    chunks: dict[str, set[Any]] = defaultdict(set)
-    owners: dict[str, list[int]] = defaultdict(list)
-    sizes: dict[str, int] = {}
-    for rank, item in _placed(summaries):
-        if item.tensor_data is not None:
-            key, chunk = item.index.fqn, item.tensor_data.chunk
-            chunks[key].add((tuple(chunk.offsets), tuple(chunk.sizes)))
-            owners[key].append(rank)
-            sizes[key] = item.tensor_data.size.numel()
-    for key, found in chunks.items():
-        there = sum(torch.Size(each).numel() for _, each in found)
-        if there != sizes[key]:
-            said = "only" if there < sizes[key] else "more than once, or"
-            return SaveRefused(
-                f"part {part!r}: key {key!r} has {sizes[key]} elements, and the parts of rank "
-                f"{name_ranks(tuple(owners[key]))} are {said} {there} of them: its mesh has to be made "
-                "of the ranks that save",
-                part=part,
-                key=key,
-                ranks=tuple(owners[key]),
-            )
-    return SaveRefused(f"part {part!r}: torch makes no plan of it: {describe(error)}", part=part)

@@ -8,7 +8,6 @@ is an object in a shard, which older versions cannot read.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.versions import series_of
-from ckptfsm.dcp.metadata import completed
+from ckptfsm.dcp.metadata import completed, dumped
 from ckptfsm.disk.stock import COMMON_KEY
 
 COMMON_IN_SHARD = (0, 19)  # the first megatron-core with the common state in a shard
@@ -39,11 +38,11 @@ def finish_part(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
     """``.metadata`` and ``metadata.json`` of a part, see ``ports.PartFinisher``."""
-    metadata = completed(planned, results, location)
+    metadata = completed(planned, location)
     if any(row[0] == COMMON_KEY for rows in results for row in rows):
         metadata.state_dict_metadata[COMMON_KEY] = BytesStorageMetadata()
     config = CheckpointingConfig("torch_dist", 1)
     return {
-        ".metadata": pickle.dumps(metadata),
+        ".metadata": dumped(metadata, results),
         "metadata.json": json.dumps(asdict(config)).encode(),
     }

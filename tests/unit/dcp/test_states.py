@@ -423,8 +423,9 @@ def test_a_list_that_becomes_a_dict_of_numbers_is_planned_anew():
     """Catches: metadata by which a stock loader makes a list of it."""
     states, tensor = DcpStates(DriverOptions(0)), torch.ones(2)
     states.plan("state", {"x": [tensor]})
-    plan = states.plan("state", {"x": {0: tensor}}).summary.plan
-    assert plan.planner_data == {"x.0": ("x", "0")}
+    summary = states.plan("state", {"x": {0: tensor}}).summary
+    planned = read_planned(states.merge("state", {0: summary}).metadata)
+    assert planned.planner_data == {"x.0": ("x", "0")}
 
 
 # ------------------------------------------------------------------------------------- restoring
