@@ -7,7 +7,8 @@ Coordinator and ranks are fresh processes for every number of ranks, so that eac
 memory.
 
 Included: the messages of the ranks are unpickled, and ``.metadata`` is written for one tensor that
-all ranks share. Left out: megatron-core's plan, whose cost is that of a stock save.
+all ranks share. Left out: megatron-core's plan, whose cost is that of a stock save, and the import of
+megatron-core. The plans of DCP's own format are measured by themselves, see ``scale_plans``.
 
 Seconds are the processor time of the coordinator's process, with that of the kernel for it.
 """
@@ -24,10 +25,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks import scale_plans
 from benchmarks.measure import Figure, Options
 from benchmarks.scale_ranks import receive
 from ckptfsm.adapters.clock import SystemClock
@@ -86,7 +89,7 @@ def run(options: Options) -> list[Figure]:
         growth = (many.total_s / few.total_s) / (many.ranks / few.ranks)
         name = f"time per rank, {many.ranks} / {few.ranks} ranks"
         figures.append(Figure(name, "ratio", (growth,), _STRAIGHT))
-    return figures
+    return [*figures, *scale_plans.run()]
 
 
 def _figures(cost: Cost) -> list[Figure]:
@@ -251,6 +254,7 @@ class Save:
 
 def measure(root: Path, count: int) -> Cost:
     """Take a save of ``count`` ranks from its proposals to tracked, in this process."""
+    import_module("ckptfsm.megatron.torch_dist")  # as in a trainer that makes such parts
     ranks, finisher = Ranks(root, count), TimedFinisher()
     coordinator = Coordinator(
         PosixStorage(root),

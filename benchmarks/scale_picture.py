@@ -1,5 +1,7 @@
 """Draw the figures of the group ``scale``: seconds and memory against the number of ranks.
 
+The third panel has the seconds of rank 0 for a plan in DCP's own format, and those of torch's plan.
+
     python -m benchmarks --only scale --json | python -m benchmarks.scale_picture > docs/scale.svg
 
 Both axes are logarithmic, so that a cost that grows with the ranks is a straight line with the
@@ -16,12 +18,18 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _SIDE = 720, 330, 64, 40, 250
+_WIDTH, _HEIGHT, _LEFT, _TOP, _SIDE = 1070, 330, 64, 40, 250
 _LINES = (  # figure, words, colour (Okabe and Ito)
     ("coordinator", "whole save", "#0072b2"),
     ("of it: finish and publish", "finish and publish", "#009e73"),
     ("of it: take the reports", "take the reports", "#d55e00"),
     ("of it: agree on the proposals", "agree", "#cc79a7"),
+)
+_PLANS = (
+    ("torch's plan", "torch's create_global_plan", "#d55e00"),
+    ("DCP .metadata", "make .metadata", "#009e73"),
+    ("DCP plan", "plan of a first save", "#0072b2"),
+    ("DCP plan, next save", "of the next saves", "#cc79a7"),
 )
 Points = Sequence[tuple[float, float]]
 
@@ -106,7 +114,16 @@ def draw(report: Mapping[str, Any]) -> str:
         shapes.append(_text(_LEFT + 8, _TOP + 16 + 15 * row, words, "start", colour))
     shapes += [*memory.axes("memory beyond that before the save, MiB"), memory.slope(grown)]
     shapes += memory.line(grown, _LINES[0][2])
-    for panel in (seconds, memory):
+    plans = [(points_of(report, name), words, colour) for name, words, colour in _PLANS]
+    across = 1, math.ceil(math.log10(plans[0][0][-1][0]))
+    planning = Panel(
+        memory.left + _SIDE + 90, across, _range([y for p, _, _ in plans for _, y in p])
+    )
+    shapes += planning.axes("processor time of a DCP plan, 2,500 items a rank, s")
+    for row, (points, words, colour) in enumerate(plans):
+        shapes += planning.line(points, colour)
+        shapes.append(_text(planning.left + 8, _TOP + 16 + 15 * row, words, "start", colour))
+    for panel in (seconds, memory, planning):
         shapes.append(_text(panel.left + _SIDE / 2, _TOP + _SIDE + 34, "ranks", "middle"))
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '

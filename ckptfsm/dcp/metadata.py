@@ -128,17 +128,29 @@ class _PickledPieces:
 
 
 class _Constants(dict[Any, bytes]):
-    """The piece of each value: at first what ``make`` returns for it, later what refers to that."""
+    """The piece of each value: at first what ``make`` returns for it, later what refers to that.
 
-    def __init__(self, pieces: _PickledPieces, make: Callable[[Any], Any]) -> None:
+    It stands between the opcodes ``before`` and ``after``.
+    """
+
+    def __init__(
+        self,
+        pieces: _PickledPieces,
+        make: Callable[[Any], Any],
+        before: bytes = b"",
+        after: bytes = b"",
+    ) -> None:
         super().__init__()
-        self._pieces, self._make = pieces, make
+        self._pieces, self._make, self._before, self._after = pieces, make, before, after
+        self._once: dict[Any, Any] = {}  # many a file is in one row only
 
     def __missing__(self, value: Any) -> bytes:
-        made = self._make(value)
-        first = self._pieces.of(made)
-        self[value] = self._pieces.of(made)
-        return first
+        if value not in self._once:
+            made = self._once[value] = self._make(value)
+            return self._before + self._pieces.of(made) + self._after
+        made = self._once.pop(value)
+        piece = self[value] = self._before + self._pieces.of(made) + self._after
+        return piece
 
 
 def _places(results: Sequence[Sequence[Any]], pieces: _PickledPieces) -> bytes:
@@ -148,18 +160,17 @@ def _places(results: Sequence[Sequence[Any]], pieces: _PickledPieces) -> bytes:
     for key, offset, hint, file, start, length in islice(rows, 1):  # by pickle: names for the memo
         index = MetadataIndex(key, None if offset is None else torch.Size(offset), hint)
         made += pieces.of(index), pieces.of(_StorageInfo(file, start, length)), pickle.SETITEM
-    names, sizes = _Constants(pieces, str), _Constants(pieces, torch.Size)
+    of, at = pieces.of, pieces.of("offset")
+    begin = of(MetadataIndex) + _EMPTY + of("fqn")
+    lies_in = _STATE_SET + of(_StorageInfo) + _EMPTY + of("relative_path")
+    names = _Constants(pieces, str, begin, of("index"))
+    sizes = _Constants(pieces, torch.Size, at)
+    files = _Constants(pieces, str, lies_in, at)
     numbers = _Constants(pieces, lambda value: value)
-    at = pieces.of("offset")
-    index_of = pieces.of(MetadataIndex) + _EMPTY + pieces.of("fqn")
-    hinted = pieces.of("index")
-    lies_in = _STATE_SET + pieces.of(_StorageInfo) + _EMPTY + pieces.of("relative_path")
-    long = pieces.of("length")
-    end = _STATE_SET + pickle.SETITEM
+    lengths = _Constants(pieces, int, of("length"), _STATE_SET + pickle.SETITEM)
     for key, offset, hint, file, start, length in rows:
-        made += (
-            *(index_of, names[key], hinted, numbers[hint]),
-            *(() if offset is None else (at, sizes[tuple(offset)])),
-            *(lies_in, names[file], at, numbers[start], long, numbers[length], end),
-        )
+        made += names[key], numbers[hint]
+        if offset is not None:
+            made.append(sizes[tuple(offset)])
+        made += files[file], numbers[start], lengths[length]
     return b"".join(made)

@@ -111,7 +111,8 @@ def check_workloads(figures: dict[str, Any]) -> None:
 
 def test_the_picture_of_the_scale_has_a_point_for_every_number_of_ranks() -> None:
     """Catches: a figure under another name, so that its line is not drawn."""
-    names = ("RSS before the save", "peak RSS", *(name for name, _, _ in scale_picture._LINES))
+    lines = (*scale_picture._LINES, *scale_picture._PLANS)
+    names = ("RSS before the save", "peak RSS", *(name for name, _, _ in lines))
     report = {
         "figures": [
             {"name": f"{ranks} ranks, {name}", "median": ranks / 100 * (1 + at)}
@@ -121,7 +122,7 @@ def test_the_picture_of_the_scale_has_a_point_for_every_number_of_ranks() -> Non
     }
     drawn = ElementTree.fromstring(scale_picture.draw(report))
     circles = [shape for shape in drawn.iter() if shape.tag.endswith("circle")]
-    assert len(circles) == 3 * (len(scale_picture._LINES) + 1)
+    assert len(circles) == 3 * (len(lines) + 1)
     assert scale_picture.points_of(report, "peak RSS") == [(10, 0.2), (100, 2.0), (1000, 20.0)]
 
 
