@@ -6,17 +6,20 @@ once, unless its stream was put behind copies.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from ckptfsm.dcp import device_copies, images
-from ckptfsm.dcp.device_copies import cuda_of
+from ckptfsm.dcp import images
+from ckptfsm.dcp.device_copies import CudaDevice
 
 DEVICES = ("fake", "cuda")
 LARGE = images.SMALL_BYTES // 4 + 100  # numbers of four bytes
+_BUSY_CYCLES = 4 << 30  # of a GPU: at least 2 s
 
 
 class FakeEvent:
@@ -35,9 +38,15 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """An accelerator whose copies run in ``run``, and whose memory the host cannot tell from its own."""
+    """An accelerator whose copies run in ``run``, and whose memory the host cannot tell from its own.
 
-    def __init__(self) -> None:
+    ``has_all``: every tensor lies in its memory, also those that it has not made.
+    """
+
+    place = "cpu"
+
+    def __init__(self, *, has_all: bool = False) -> None:
+        self.has_all = has_all
         self.error = self.refusal = ""
         self.pinned: dict[int, int] = {}
         self.pins = 0
@@ -72,10 +81,30 @@ class FakeDevice:
         while self._kernels and not self.held_by:
             self._kernels.pop(0)()
 
+    def keep_busy(self) -> None:
+        """Let copies that begin now not end for a while."""
+
+    def used_bytes(self) -> int:
+        """The device memory of all living tensors."""
+        return 0
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Refuse all memory of the device: the host's copies of tensors with gaps need some."""
+        copied = images.to_host
+
+        def refused(value: object) -> object:
+            if isinstance(value, torch.Tensor) and self.holds(value):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return copied(value)
+
+        with patch.object(images, "to_host", refused):
+            yield
+
     # -------------------------------------------------------------------- device_copies.CudaDevice
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._places
+        return self.has_all or tensor.untyped_storage().data_ptr() in self._places
 
     def pin(self, address: int, size: int) -> None:
         if self.refusal:
@@ -101,14 +130,33 @@ class FakeDevice:
             self.held_by.append(event)
 
 
+class ReadyDevice(FakeDevice):
+    """A fake to which all tensors belong, and which makes its copies at once: for whole jobs."""
+
+    def __init__(self) -> None:
+        super().__init__(has_all=True)
+
+    def copy(self, pairs) -> FakeEvent:
+        event = super().copy(pairs)
+        self.run()
+        return event
+
+
 class RealDevice:
-    """The CUDA device, which makes its copies when it likes."""
+    """The CUDA device, which makes its copies when it likes. Notes what it has pinned."""
+
+    place = "cuda"
+
+    def __init__(self) -> None:
+        self.refusal = ""
+        self.pinned: dict[int, int] = {}
+        self.pins = 0
 
     def tensor(self, size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32, device="cuda")
 
-    def find(self, tensor: torch.Tensor) -> device_copies.CudaDevice | None:
-        return cuda_of(tensor)
+    def find(self, tensor: torch.Tensor) -> CudaDevice | None:
+        return _Watched(tensor.device, self) if tensor.is_cuda else None
 
     def launch(self, kernel: Callable[[], object]) -> None:
         kernel()
@@ -117,11 +165,56 @@ class RealDevice:
         if batches is None:
             torch.cuda.synchronize()
 
+    def keep_busy(self) -> None:
+        torch.cuda._sleep(_BUSY_CYCLES)
+
+    def used_bytes(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        torch.cuda.empty_cache()
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        taken = []
+        for size in (1 << 20, 1 << 14, 512):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            del taken
+
+
+class _Watched(CudaDevice):
+    """CUDA. If it is to refuse memory, the driver is asked to pin the same pages twice."""
+
+    def __init__(self, device: torch.device, owner: RealDevice) -> None:
+        super().__init__(device)
+        self._owner = owner
+
+    def pin(self, address: int, size: int) -> None:
+        super().pin(address, size)
+        if self._owner.refusal:
+            try:
+                super().pin(address, size)
+            finally:
+                super().unpin(address)
+        self._owner.pinned[address] = size
+        self._owner.pins += 1
+
+    def unpin(self, address: int) -> None:
+        super().unpin(address)
+        del self._owner.pinned[address]
+
 
 def device_called(name: str) -> FakeDevice | RealDevice:
     """A device of ``DEVICES``. Skips the test if the machine has none."""
     if name == "fake":
         return FakeDevice()
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     return RealDevice()

@@ -223,7 +223,8 @@ def _slot_bytes(tensor: torch.Tensor) -> int:
 
 
 class StateCopy:
-    """The copies of one save, see ``core.images.Copying``. The arena is taken while this lives."""
+    """The copies of one save, see ``core.images.Copying``. The arena is taken while this lives.
+    ``watched``: names, tensors and versions; a change of one before ``order_updates`` is found."""
 
     def __init__(self, owner: DeviceCopies, device: CudaDevice, arena: PinnedArena) -> None:
         self._owner, self._device, self._arena = owner, device, arena
@@ -231,7 +232,7 @@ class StateCopy:
         self._used = 0
         self._first: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        self.watched: list[tuple[str, torch.Tensor, int]] = []
         self._problem = ""
         self._event: torch.cuda.Event | None = None
 
@@ -247,7 +248,7 @@ class StateCopy:
         """Copy a tensor into its slot. If it is ``first``, it may be changed once ``start`` returns."""
         (self._first if first else self._others).append((value, slot))
         if not first:
-            self._watched.append((name, value, version_of(value)))
+            self.watched.append((name, value, version_of(value)))
 
     def start(self) -> None:
         """Begin the copies. Raises the accelerator's error."""
@@ -274,19 +275,19 @@ class StateCopy:
 
     def order_updates(self) -> None:
         self._problem = self.changed()
-        self._watched = []
+        self.watched = []
         if self._event is not None:
             self._device.hold_updates(self._event)
 
     def changed(self) -> str:
         """The first tensor that was changed before ``order_updates``, in words; "" if none was."""
-        for name, tensor, version in self._watched:
+        for name, tensor, version in self.watched:
             if not self._problem and version_of(tensor) != version:
                 self._problem = f"{name} was changed before it was copied to the host"
         return self._problem
 
     def let_go(self) -> None:
-        self._watched = []
+        self.watched = []
 
     def give_to_child(self) -> None:
         if self._event is not None:

@@ -66,10 +66,12 @@ class Held:
         """
         if not self.may_change(memory):
             owner = self.owners.get(storage_of(memory) or 0, tensor)
+            # The host's copies end before those of an accelerator, of which these tensors tell, too.
+            watched = self.watched if self.device is None else self.device.watched
             for each in (tensor, owner) if owner is not tensor else (tensor,):
-                self.watched.append((name, each, version_of(each)))
+                watched.append((name, each, version_of(each)))
                 if (local := local_of(each)) is not each:
-                    self.watched.append((name, local, version_of(local)))
+                    watched.append((name, local, version_of(local)))
 
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""
@@ -86,7 +88,7 @@ class Held:
         if self.device is None:
             return ""
         if self.device.host_copied:  # this was the last look: they may change
-            self.tensors, self.watched = [], []
+            self.tensors = []
         return self.device.changed()
 
     def clear(self) -> None:

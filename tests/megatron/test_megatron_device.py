@@ -14,7 +14,7 @@ import torch
 from devices import DEVICES, LARGE, FakeDevice, RealDevice, device_called
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from ckptfsm import CheckpointManager, SaveFailed
+from ckptfsm import CheckpointManager, LatestN, SaveFailed, TrainingState
 from ckptfsm.adapters.fork import Child
 from ckptfsm.dcp import checkpoint_manager
 from ckptfsm.dcp.device_copies import DeviceCopies
@@ -61,6 +61,12 @@ class Trainer:
     @property
     def job(self):
         return self.manager._share.writer.process
+
+    def save_whole(self, step: int, **more: torch.Tensor) -> None:
+        """Save, and wait for the end."""
+        self.manager.save(step, self.state(**more))
+        self.device.run()
+        self.manager.wait_until_finished()
 
     def update(self) -> None:
         """The kernels of an optimizer's step."""
@@ -127,18 +133,20 @@ def test_the_writer_has_no_order_before_the_copy(trainers, fake):
     trainer.assert_saved(1)
 
 
-def test_a_save_waits_for_nothing(trainers, fake):
+def test_a_save_waits_for_nothing(trainers, device):
     """Catches: a trainer that waits for the accelerator in ``save``, or at the gate."""
-    trainer = trainers(fake, engine="gated")
-    job = trainer.save(1)
-    fake.run(batches=1)  # the small tensors
+    trainer = trainers(device, engine="gated")
+    trainer.save_whole(1)  # pins the memory
+    device.keep_busy()
+    job = trainer.save(2)
+    device.run(batches=1)  # the small tensors
     trainer.manager.before_update()
     trainer.update()
-    assert len(fake._kernels) == 2, "the accelerator waits, and the host does not"
-    assert not job.holds_copy
-    fake.run()
+    assert not job.holds_copy, "the accelerator waits, and the host does not"
+    device.run()
     trainer.manager.wait_until_finished()
-    trainer.assert_saved(1)
+    trainer.assert_saved(2)
+    assert torch.equal(trainer.large.cpu(), torch.arange(LARGE) + 1.0)
 
 
 def test_a_poll_of_the_trainer_is_not_needed(monkeypatch, tmp_path, device):
@@ -156,12 +164,12 @@ def test_a_poll_of_the_trainer_is_not_needed(monkeypatch, tmp_path, device):
         trainer.assert_saved(1)
 
 
-def test_a_small_tensor_may_change_in_the_forward_pass(trainers, fake):
+def test_a_small_tensor_may_change_in_the_forward_pass(trainers, device):
     """Catches: a buffer of a BatchNorm that tears each gated save."""
-    trainer = trainers(fake, engine="gated")
+    trainer = trainers(device, engine="gated")
     trainer.save(1)
-    fake.launch(lambda: trainer.small.add_(1))
-    fake.run()
+    device.launch(lambda: trainer.small.add_(1))
+    device.run()
     trainer.manager.wait_until_finished()
     trainer.assert_saved(1)
 
@@ -184,16 +192,55 @@ def test_what_no_optimizer_owns_may_change_after_a_save(trainers, device):
     assert torch.equal(trainer.manager.restore(template).state["average"], torch.zeros(LARGE))
 
 
-def test_a_change_before_the_gate_fails_the_save(trainers, fake):
+def test_a_change_before_the_gate_fails_the_save(trainers, device):
     """Catches: a torn checkpoint that counts, of a trainer without ``before_update``."""
-    trainer = trainers(fake, engine="gated", on_failure="raise")
+    trainer = trainers(device, engine="gated", on_failure="raise")
     trainer.save(1)
-    fake.run(batches=1)  # the small tensors
-    fake.launch(lambda: trainer.large.add_(1))
+    device.run(batches=1)  # the small tensors
+    device.launch(lambda: trainer.large.add_(1))
     trainer.manager.before_update()
-    fake.run()
+    device.run()
     with pytest.raises(SaveFailed, match="large was changed before it was copied to the host"):
         trainer.manager.wait_until_finished()
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_an_early_step_of_an_optimizer_is_found(trainers, device, how):
+    """Catches: a torn checkpoint that counts, of an optimizer whose changes torch does not count."""
+    device.has_all = True
+    model = torch.nn.Linear(300, 300).to(device.place)
+    optimizer = torch.optim.Adam(model.parameters(), **{how: True})
+    state = TrainingState(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    manager = trainers(device, engine="gated", on_failure="raise").manager
+    manager.save(1, state.state_dict())
+    device.run(batches=1)  # the small tensors
+    optimizer.step()
+    manager.before_update()
+    device.run()
+    with pytest.raises(SaveFailed, match="was changed before"):
+        manager.wait_until_finished()
+
+
+def test_a_graph_is_captured_beside_a_save(monkeypatch, tmp_path):
+    """Catches: copies, or a look at them, that break a capture; a replay that reaches the checkpoint."""
+    device = device_called("cuda")
+    monkeypatch.setattr(checkpoint_manager, "DeviceCopies", partial(DeviceCopies, device.find))
+    with CheckpointManager(tmp_path / "root", engine="gated", on_failure="raise") as manager:
+        manager.expect_gate()
+        trainer = Trainer(device, manager)
+        trainer.save_whole(1)
+        trainer.save(2)  # an agent looks after its copies
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            trainer.update()
+        manager.before_update()
+        graph.replay()
+        manager.wait_until_finished()
+        trainer.assert_saved(2)
+        assert torch.equal(trainer.large.cpu(), torch.arange(LARGE) + 1.0)
 
 
 def test_state_on_host_and_accelerator_is_saved_together(trainers, device):
@@ -230,29 +277,33 @@ def test_host_state_may_change_when_an_eager_save_returns(trainers, fake):
     trainer.assert_saved(1)
 
 
-def test_the_arena_is_pinned_once(trainers, fake):
-    """Catches: memory that is pinned for each save, or is still pinned when the manager is closed."""
-    trainer = trainers(fake)
-    for step in (1, 2, 3):
+def test_saves_leave_no_memory_behind(trainers, device):
+    """Catches: memory that each save pins, or that is still pinned when the manager is closed; memory of
+    the device that a save keeps."""
+    trainer = trainers(device, retention=LatestN(1))
+    saves = 50 if isinstance(device, RealDevice) else 3
+    before = device.used_bytes()
+    for step in range(1, saves + 1):
         trainer.save(step)
         trainer.update()
-        fake.run()
+        device.run()
         trainer.manager.wait_until_finished()
-        trainer.assert_saved(step, step - 1.0)
-    assert (fake.pins, len(fake.pinned)) == (1, 1)
+    trainer.assert_saved(saves, saves - 1.0)
+    assert device.used_bytes() == before
+    assert (device.pins, len(device.pinned)) == (1, 1)
     trainer.manager.close()
-    assert fake.pinned == {}
+    assert device.pinned == {}
 
 
-def test_a_state_that_grew_gets_another_arena(trainers, fake):
+def test_a_state_that_grew_gets_another_arena(trainers, device):
     """Catches: tensors behind the end of the arena."""
-    trainer = trainers(fake)
+    trainer = trainers(device)
     for step in (1, 2):
         trainer.save(step)
-        fake.run()
+        device.run()
         trainer.manager.wait_until_finished()
-        trainer.large = fake.tensor(GROWN)
-    assert (fake.pins, len(fake.pinned)) == (2, 1)
+        trainer.large = device.tensor(GROWN)
+    assert (device.pins, len(device.pinned)) == (2, 1)
     state = {"large": ShardedTensor.from_rank_offsets("large", torch.zeros(GROWN))}
     found = trainer.manager.restore(state, step=2).state["large"]
     assert torch.equal(found, torch.arange(GROWN, dtype=torch.float32))
@@ -274,15 +325,30 @@ def test_the_writer_keeps_the_arena_until_it_has_read_it(trainers, fake, caplog)
     assert trainer.copies.new_copy(values) is not None
 
 
-def test_without_pinned_memory_the_host_copies(trainers, fake, caplog):
-    """Catches: a job that cannot save because the host has no memory to pin; a line for each save."""
-    fake.refusal = "no memory to pin"
-    trainer = trainers(fake)
+def test_without_pinned_memory_the_host_copies(trainers, device, caplog):
+    """Catches: a job that cannot save because the driver pins no memory; a line for each save."""
+    device.refusal = "no memory to pin"
+    trainer = trainers(device)
     for step in (1, 2):
         trainer.save(step)
         trainer.manager.wait_until_finished()
         trainer.assert_saved(step)
-    assert caplog.text.count("no memory to pin") == 1
+    assert caplog.text.count("no pinned memory") == 1
+    assert device.pinned == {}
+
+
+def test_a_full_device_fails_no_save_that_it_can_copy(trainers, device):
+    """Catches: a save that needs memory of the device, which a trainer may have taken to the last byte;
+    one that the host cannot copy then, and that hangs or ends the job."""
+    trainer = trainers(device, on_failure="raise")
+    columns = device.tensor(4 * LARGE).view(LARGE, 4)[:, :3]
+    with device.full():
+        trainer.save_whole(1)
+        with pytest.raises(SaveFailed, match="out of memory"):
+            trainer.save_whole(2, columns=columns)
+    trainer.save_whole(3, columns=columns)
+    trainer.assert_saved(1)
+    trainer.assert_saved(3)
 
 
 def test_an_arena_that_takes_most_of_the_memory_is_not_taken(trainers, fake, caplog):
@@ -305,35 +371,38 @@ def test_an_error_of_the_accelerator_fails_the_save(trainers, fake):
     assert trainer.manager.latest_step() is None
 
 
-def test_a_dead_writer_without_its_order_has_a_successor(trainers, fake):
+def test_a_dead_writer_without_its_order_has_a_successor(trainers, device):
     """Catches: an order to a dead process that is taken for an error of the agent, or loses the save."""
-    trainer = trainers(fake, on_failure="raise")
-    job = trainer.save(1)
+    trainer = trainers(device, on_failure="raise")
+    trainer.save_whole(1)
+    device.keep_busy()
+    job = trainer.save(2)
     job._process.kill(WAIT_S)
-    fake.run()
+    assert not job.holds_copy, "copies were under way"
+    device.run()
     trainer.manager.wait_until_finished()
-    trainer.assert_saved(1)
+    trainer.assert_saved(2)
 
 
-def test_a_forked_writer_keeps_its_arena(trainers, fake, monkeypatch):
+def test_a_forked_writer_keeps_its_arena(trainers, device, monkeypatch):
     """Catches: a child without the memory that it is to write, or with memory of the next save."""
-    trainer = trainers(fake)
+    trainer = trainers(device)
     monkeypatch.setattr(WriteEngine, "_greet", lambda engine, deadline: False)
     for step in (1, 2):
         job = trainer.save(step)
         assert isinstance(job, Child)
-        fake.launch(lambda: trainer.large.add_(1))
+        device.launch(lambda: trainer.large.add_(1))
         trainer.manager.wait_until_finished()
-        assert fake.pinned == {}
+        assert device.pinned == {}
     trainer.large.zero_()
     found = trainer.saved(1)["large"]
     assert torch.equal(found, torch.arange(LARGE, dtype=torch.float32))
 
 
-def test_a_forking_engine_copies_before_the_fork(trainers, fake):
+def test_a_forking_engine_copies_before_the_fork(trainers, device):
     """Catches: an accelerator that writes into memory of a forked child."""
-    trainer = trainers(fake, engine="fork")
+    trainer = trainers(device, engine="fork")
     assert isinstance(trainer.save(1), Child)
-    assert fake.pins == 0
+    assert device.pins == 0
     trainer.manager.wait_until_finished()
     trainer.assert_saved(1)

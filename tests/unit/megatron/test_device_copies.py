@@ -122,18 +122,11 @@ def copy_of(device, tensor: torch.Tensor) -> torch.Tensor | None:
     return slot
 
 
-class Everything(FakeDevice):
-    """A fake to which all tensors belong."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_copy_has_the_form_of_its_tensor(form):
     """Catches: another file than that of a copy by the host."""
     tensor = FORMS[form](torch.randn(40, 20))
-    slot, usual = copy_of(Everything(), tensor), tensor.detach().clone()
+    slot, usual = copy_of(FakeDevice(has_all=True), tensor), tensor.detach().clone()
     assert torch.equal(slot, usual)
     assert (slot.dtype, slot.stride()) == (usual.dtype, usual.stride())
     assert slot.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
@@ -142,7 +135,7 @@ def test_a_copy_has_the_form_of_its_tensor(form):
 @pytest.mark.parametrize("form", GAPS)
 def test_other_forms_are_left_to_the_host(form):
     """Catches: a copy that torch makes in several steps, of which one waits for the accelerator."""
-    assert copy_of(Everything(), GAPS[form](torch.randn(40, 20))) is None
+    assert copy_of(FakeDevice(has_all=True), GAPS[form](torch.randn(40, 20))) is None
 
 
 # ------------------------------------------------------------------------------ the CUDA adapter
@@ -233,7 +226,7 @@ def test_a_tensor_of_the_host_has_no_device():
     assert cuda_of(torch.zeros(1)) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_copies_into_pinned_pages():
     """Catches: pages that the driver does not take, or that cannot be read by address."""
     tensor = torch.randn(1000, device="cuda")
