@@ -63,6 +63,8 @@ GATE: Mapping[str, str] = MappingProxyType(
         "test_a_worker_that_cannot_be_attached_again_has_verls_manager": "",
         # A writer process of a group completes its part in the same way with each engine.
         "test_groups_under_a_controller_write_steps_that_stock_code_loads": "fork|gated",
+        # Of trainers on a device: tests/megatron/test_megatron_device.py has each part by itself.
+        "test_a_killed_trainer_of_a_device_resumes_bit_for_bit": "",
         # Broken roots in a terminal: two scenarios stay. The same findings and commands, without a
         # terminal, stay in tests/unit/cli.
         "test_F17_F18_F19_F20_F21_F29_a_reader_gets_back_to_training": "^(F18|F29)$",
