@@ -38,7 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="ckptfsm-bench-", dir=given.dir) as work:
             options = Options(
-                Path(work), given.bytes, given.pairs, given.checkpoints, given.ranks, given.busy
+                Path(work),
+                given.bytes,
+                given.pairs,
+                given.checkpoints,
+                given.ranks,
+                given.busy,
+                device=given.device,
+                within_s=given.within,
             )
             about = about or environment(options)
             groups[name] = import_module(f"benchmarks.{name}").run(options)
@@ -62,6 +69,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=_DEFAULTS.busy_s,
         help="seconds that ranks compute after a save",
+    )
+    parser.add_argument("--device", default=_DEFAULTS.device, help="of the group device")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=_DEFAULTS.within_s,
+        help="seconds after which no other round of saves begins",
     )
     parser.add_argument(
         "--only", choices=(*GROUPS, *OTHERS), action="append", help="run this group only"

@@ -1,38 +1,52 @@
-"""A state on a CUDA device: the rate of its copies to the host, and the stall of a save.
+"""A state on a CUDA device: the rate of its copies to the host, and saves beside other writers.
 
 Skipped on a machine without such a device. The copies of a save are compared with a plain copy of each
-tensor into memory that torch has pinned. The stall is the time in ``save`` and ``before_update``, and
-how much longer than usual the update behind them takes, until the device has made it.
+tensor into memory that torch has pinned. Then each side saves in turns, as in ``engines``, with a pass
+that takes as long as the plain copies: what it takes longer behind a save is what the copies cost.
+``--device cpu`` shows that the saves run; its figures say nothing about a device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
+from benchmarks.one_save import Sample, save_in_turns
+from benchmarks.peers import PinnedDcpSide
+from benchmarks.sides import ManagerSide, Side, StockSide
 from benchmarks.state import TrainingState
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.dcp.device_copies import DeviceCopies
-from ckptfsm.megatron.compat import process_group
+from ckptfsm.megatron.compat import cpu_devices, process_group
 
-ENGINES = ("eager", "gated", "fork")  # the last one copies while the trainer waits
-_GB = 1e9
-_USUAL = 3
+ENGINES = ("eager", "gated")
+_CALL_MS, _PASS, _COPIES = 5.0, 1.01, 1 / 0.95  # the greatest that are good enough
+_GB, _GIB = 1e9, 1 << 30
 _WARM_UP_ROUNDS = 2
+_CPU_PASS_S = 0.1  # for each GiB
 
 
 def run(options: Options) -> list[Figure]:
-    """Rates of copies (GB/s), and the stall of a save with each engine (ms); nothing without CUDA."""
-    if not torch.cuda.is_available():
+    """Rates of copies (GB/s); of each side the time of its calls, of the pass, and until loadable."""
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr, flush=True)
         return []
-    state = TrainingState(options.state_bytes, device="cuda")
-    return [*_rates(state, options), *_stalls(state, options)]
+    state = TrainingState(options.state_bytes, device=options.device)
+    rates = _rates(state, options) if options.device == "cuda" else []
+    pass_s = _CPU_PASS_S * options.state_bytes / _GIB
+    if rates:
+        pass_s = options.state_bytes / _GB / statistics.median(rates[1].samples)
+    with _sides(options) as sides:
+        work_s = pass_s * _GIB / options.state_bytes
+        samples = save_in_turns(sides, state, work_s, options)
+    return [*rates, *(f for name, each in samples.items() for f in _figures(name, each, pass_s))]
 
 
 def _rates(state: TrainingState, options: Options) -> list[Figure]:
@@ -52,7 +66,7 @@ def _rates(state: TrainingState, options: Options) -> list[Figure]:
     copies.close()
     size = sum(t.numel() * t.itemsize for t in state.tensors) / _GB
     rates = [Figure(name, "GB/s", tuple(size / s for s in each)) for name, each in seconds.items()]
-    return [*rates, ratio("time of a save's copies / plain", *seconds.values())]
+    return [*rates, ratio("time of a save's copies / plain", *seconds.values(), target=_COPIES)]
 
 
 def _plain(state: TrainingState, pinned: list[torch.Tensor]) -> None:
@@ -76,35 +90,32 @@ def _staged(state: TrainingState, copies: DeviceCopies) -> None:
         raise RuntimeError("the device has ended, and its copies have not")
 
 
-def _stalls(state: TrainingState, options: Options) -> list[Figure]:
-    usual = min(timed(partial(_update, state)) for _ in range(_USUAL))
-    figures = []
-    for engine in ENGINES:
-        samples = _stalls_of(options.work / engine, engine, state, options.pairs, usual)
-        figures.append(in_unit(f"save() on a device, {engine}", "ms", MS, samples[0]))
-        figures.append(in_unit(f"stall, state on a device, {engine}", "ms", MS, samples[1]))
-    return figures
+@contextlib.contextmanager
+def _sides(options: Options) -> Iterator[list[Side]]:
+    work: Path = options.work
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_devices())
+        stack.enter_context(process_group())
+        pinned = PinnedDcpSide(work / "dcp", options.device)
+        stack.callback(pinned.close)
+        sides: list[Side] = [StockSide(work / "stock"), pinned]
+        for engine in ENGINES:
+            manager = CheckpointManager(work / engine, retention=LatestN(1), engine=engine)
+            sides.append(ManagerSide(work / engine, stack.enter_context(manager), engine))
+        yield sides
 
 
-def _stalls_of(
-    root: Path, engine: str, state: TrainingState, pairs: int, usual_s: float
-) -> tuple[list[float], list[float]]:
-    """Seconds in ``save``, and of the whole stall, of each save."""
-    saves, stalls = [], []
-    with process_group(), CheckpointManager(root, retention=LatestN(1), engine=engine) as manager:
-        if engine == "gated":
-            manager.expect_gate()
-        for step in range(1, _WARM_UP_ROUNDS + pairs + 1):
-            torch.cuda.synchronize()
-            saved = timed(partial(manager.save, step, state.sharded(step)))
-            updated = timed(lambda: (manager.before_update(), _update(state)))
-            manager.wait_until_finished()
-            if step > _WARM_UP_ROUNDS:
-                saves.append(saved)
-                stalls.append(max(0.0, saved + updated - usual_s))
-    return saves, stalls
-
-
-def _update(state: TrainingState) -> None:
-    state.update()
-    torch.cuda.synchronize()
+def _figures(name: str, samples: Sequence[Sample], pass_s: float) -> list[Figure]:
+    """The figures of one side. Its gate has a target if it promises one, its calls if they are ours."""
+    ours = _CALL_MS if name in ENGINES else None
+    save, behind, gate, _ = ([s.places_s[place] for s in samples] for place in range(4))
+    passes = tuple(1 + excess / pass_s for excess in behind)
+    return [
+        in_unit(f"save() on a device, {name}", "ms", MS, save, ours),
+        in_unit(f"before_update(), state on a device, {name}", "ms", MS, gate, ours),
+        Figure(f"pass beside copies, {name}", "ratio", passes, _PASS if name == "gated" else None),
+        in_unit(f"stall, state on a device, {name}", "ms", MS, [s.stall_s for s in samples]),
+        in_unit(
+            f"until loadable, state on a device, {name}", "ms", MS, [s.loadable_s for s in samples]
+        ),
+    ]

@@ -29,7 +29,8 @@ class Options:
     """``state_bytes``: the saved state; ``pairs``: samples per side; ``work``: where to write.
 
     ``ranks``: the simulated ranks of each save of the group ``scale``, in growing order. ``busy_s``: how
-    long the ranks of the group ``finishing`` compute without a call.
+    long the ranks of the group ``finishing`` compute without a call. ``device``: where the group
+    ``device`` has its state. ``within_s``: no round of saves in turns begins later.
     """
 
     work: Path
@@ -39,6 +40,8 @@ class Options:
     ranks: tuple[int, ...] = RANKS
     busy_s: float = 5.0
     poll_interval_s: float = 0.002
+    device: str = "cuda"
+    within_s: float = math.inf
 
     @property
     def warm_up_rounds(self) -> int:

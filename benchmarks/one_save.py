@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import psutil
 import torch
@@ -25,6 +26,8 @@ from benchmarks.state import TrainingState
 
 PLACES = ("save()", "the pass", "before_update()", "the update")
 _USUAL = 3
+_AT_ONCE = 5  # products that are timed together
+_WIDTH = MappingProxyType({"cpu": 512, "cuda": 4096})  # of a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +49,29 @@ class Sample:
 
 
 class Pass:
-    """A forward and backward pass that takes about ``seconds``: products of two matrices."""
+    """A forward and backward pass that takes about ``seconds``: products of two matrices.
 
-    def __init__(self, seconds: float) -> None:
-        self._matrix = torch.rand(512, 512)
-        one = min(timed(self._product) for _ in range(20))
+    It returns once they are made. On a device it does not wait for copies on other streams.
+    """
+
+    def __init__(self, seconds: float, device: str = "cpu") -> None:
+        self._matrix = torch.rand(_WIDTH[device], _WIDTH[device], device=device)
+        one = min(timed(partial(self._make, _AT_ONCE)) for _ in range(20)) / _AT_ONCE
         self._products = round(seconds / one)
 
     def __call__(self) -> None:
-        for _ in range(self._products):
-            self._product()
+        self._make(self._products)
 
-    def _product(self) -> None:
-        torch.mm(self._matrix, self._matrix)
+    def _make(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._matrix, self._matrix)
+        settle(self._matrix)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """Wait for the work of a device's current stream."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def save_in_turns(
@@ -68,9 +81,12 @@ def save_in_turns(
 
     ``work_s`` is the time of the pass for each GiB of the state.
     """
-    between = Pass(work_s * options.state_bytes / (1 << 30))
+    between = Pass(work_s * options.state_bytes / (1 << 30), state.tensors[0].device.type)
+    end = time.monotonic() + options.within_s
     samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
     for number in range(options.warm_up_rounds + options.pairs):
+        if number > options.warm_up_rounds and time.monotonic() > end:
+            break
         for side in sides if number % 2 == 0 else reversed(sides):
             sample = save_once(side, number + 1, state, between, options.poll_interval_s)
             _clear(side)

@@ -51,9 +51,11 @@ class TrainingState:
         return {**shards, "step": step, "args": {"lr": 1e-3, "seed": 1234}}
 
     def update(self) -> None:
-        """Update every tensor in place, as an optimizer does."""
+        """Update every tensor in place, as an optimizer does, also on a device."""
         for tensor in self.tensors:
             tensor.add_(1)
+        if self.tensors[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 def _large(state_bytes: int) -> Iterator[tuple[int, torch.dtype]]:
