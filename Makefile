@@ -13,7 +13,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test tests sample gate gate-tests layers lint docs site bench bench-peers clean specs proof soak test-integrations try
+.PHONY: demo quick test tests sample gate gate-tests layers lint docs site bench bench-peers device-check device-wheels clean specs proof soak test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -73,6 +73,14 @@ bench: $(STAMP)
 bench-peers: $(STAMP)
 	$(BIN)/python -m benchmarks --only peers
 	$(BIN)/python tests/integrations/run.py --bench nvrx-0.7
+
+# On a machine with a GPU, without a network and without .venv: PYTHON is a Python 3.12 with torch and pytest.
+# device-wheels brings what else it needs, on a machine with a package index.
+device-check:
+	$(PYTHON) tests/device_check.py
+
+device-wheels:
+	$(PYTHON) tests/device_check.py --fetch
 
 specs: $(STAMP)
 	$(BIN)/python specs/generate.py --write

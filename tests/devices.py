@@ -19,7 +19,7 @@ from ckptfsm.dcp.device_copies import CudaDevice
 
 DEVICES = ("fake", "cuda")
 LARGE = images.SMALL_BYTES // 4 + 100  # numbers of four bytes
-_BUSY_CYCLES = 4 << 30  # of a GPU: at least 2 s
+_BUSY_CYCLES = 8 << 30  # of a GPU: about 4 s
 
 
 class FakeEvent:

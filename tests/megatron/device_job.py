@@ -3,9 +3,9 @@
     python device_job.py TRAINER DEVICE ROOT LAST_STEP
 
 ``TRAINER`` is "gpt" (megatron-core: bf16, distributed optimizer), "fsdp2", or "offloaded" (the optimizer
-lives in host memory that the writer shares). ``DEVICE`` is "cuda", or "cpu": there all memory is taken
-for an accelerator's, and megatron-core is shown a stand-in for CUDA. It goes on from the last
-checkpoint, saves every four steps, and tells in lines of JSON what it does.
+lives in host memory that the writer shares). ``DEVICE`` is "cuda", or "cpu": there all memory of the
+first two is taken for an accelerator's, and megatron-core is shown a stand-in for CUDA. It goes on from
+the last checkpoint, saves every four steps, and tells in lines of JSON what it does.
 """
 
 from __future__ import annotations
@@ -202,7 +202,9 @@ def train(name: str, device: torch.device, root: Path, last: int) -> None:
 def main(name: str, place: str, root: str, last: str) -> None:
     on_gpu = place == "cuda"
     with contextlib.ExitStack() as stack:
-        if not on_gpu:
+        if on_gpu:
+            torch.cuda.set_device(0)
+        elif name != "offloaded":
             checkpoint_manager.DeviceCopies = partial(DeviceCopies, ReadyDevice().find)
         if not on_gpu and name == "gpt":
             sys.path.append(str(HERE.parent / "integrations"))
