@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 given.ranks,
                 given.busy,
                 device=given.device,
+                alone=given.alone,
                 within_s=given.within,
             )
             about = about or environment(options)
@@ -71,6 +72,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="seconds that ranks compute after a save",
     )
     parser.add_argument("--device", default=_DEFAULTS.device, help="of the group device")
+    parser.add_argument("--alone", action="store_true", help="the group device without peers")
     parser.add_argument(
         "--within",
         type=float,

@@ -96,9 +96,11 @@ def _sides(options: Options) -> Iterator[list[Side]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_devices())
         stack.enter_context(process_group())
-        pinned = PinnedDcpSide(work / "dcp", options.device)
-        stack.callback(pinned.close)
-        sides: list[Side] = [StockSide(work / "stock"), pinned]
+        sides: list[Side] = []
+        if not options.alone:
+            pinned = PinnedDcpSide(work / "dcp", options.device)
+            stack.callback(pinned.close)
+            sides += [StockSide(work / "stock"), pinned]
         for engine in ENGINES:
             manager = CheckpointManager(work / engine, retention=LatestN(1), engine=engine)
             sides.append(ManagerSide(work / engine, stack.enter_context(manager), engine))

@@ -30,7 +30,8 @@ class Options:
 
     ``ranks``: the simulated ranks of each save of the group ``scale``, in growing order. ``busy_s``: how
     long the ranks of the group ``finishing`` compute without a call. ``device``: where the group
-    ``device`` has its state. ``within_s``: no round of saves in turns begins later.
+    ``device`` has its state; ``alone``: without peers. ``within_s``: no round of saves in turns begins
+    later.
     """
 
     work: Path
@@ -41,6 +42,7 @@ class Options:
     busy_s: float = 5.0
     poll_interval_s: float = 0.002
     device: str = "cuda"
+    alone: bool = False
     within_s: float = math.inf
 
     @property

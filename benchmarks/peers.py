@@ -24,9 +24,11 @@ from benchmarks.engines import compare
 from benchmarks.measure import Figure, Options
 from benchmarks.sides import ManagerSide, Side, StockSide
 from ckptfsm import CheckpointManager, LatestN
+from ckptfsm.adapters.versions import series_of
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
 _NVRX, _TORCH_CHECKPOINTING = "nvidia_resiliency_ext", "torch_checkpointing"
+_STAGES_ONCE = (series_of(torch.__version__) or (0, 0)) < (2, 13)  # so it is in 2.11
 _PERSISTENT = torch.cuda.is_available()  # the process of a persistent queue chooses a GPU, or ends
 
 
@@ -82,18 +84,25 @@ class DcpSide(FutureSide):
 
 
 class PinnedDcpSide(FutureSide):
-    """``dcp.async_save`` by a thread, which stages a device's state in pinned memory meanwhile."""
+    """``dcp.async_save`` by a thread, which stages a device's state in pinned memory meanwhile.
+
+    It keeps that memory, except where torch lets a stager stage only once.
+    """
 
     name = "DCP pinned"
 
     def __init__(self, root: Path, device: str) -> None:
         super().__init__(root)
         on_gpu = device != "cpu"  # elsewhere torch offers none of this
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, on_gpu, on_gpu))
+        self._options = StagingOptions(on_gpu, False, on_gpu, on_gpu)
+        self._stager = DefaultStager(self._options)
         self._staged: Future[Any] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         place = str(self._root / str(step))
+        if _STAGES_ONCE:
+            self._stager.close()
+            self._stager = DefaultStager(self._options)
         begun = dcp.async_save(_plain(state), checkpoint_id=place, async_stager=self._stager)
         if isinstance(begun, Future):
             self._future = begun

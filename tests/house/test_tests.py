@@ -4,7 +4,10 @@ offenders."""
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
+
+import device_check
 
 from house.source import MODULES, ROOT, subpackage
 
@@ -38,3 +41,17 @@ def test_unit_tests_stand_in_the_subpackage_that_they_test():
         str(path) for path in units if len(path.parts) != 2 or path.parts[0] not in subpackages
     ] == []
     assert [path.name for path in FILES if path.parent == TESTS] == []
+
+
+def test_the_rows_of_the_device_check_have_tests():
+    """Catches: a check of `make device-check` whose test was renamed, or whose files are elsewhere; a
+    package without a version that travels to the machine."""
+    text = "\n".join((ROOT / path).read_text() for some in device_check.TESTS for path in some)
+    names = re.findall(r"def (test_\w+)", text)
+    words = [
+        each.partition(".*")[0] for kinds, _ in device_check.LABELS for each in kinds.split("|")
+    ]
+    assert [each for each in words if not any(each in name for name in names)] == []
+    assert [pin.partition("==")[0] for pin in device_check.pins()] == sorted(
+        device_check.PACKAGES, key=str.casefold
+    )
