@@ -195,7 +195,9 @@ def test_what_no_optimizer_owns_may_change_after_a_save(trainers, device):
 def test_a_change_before_the_gate_fails_the_save(trainers, device):
     """Catches: a torn checkpoint that counts, of a trainer without ``before_update``."""
     trainer = trainers(device, engine="gated", on_failure="raise")
-    trainer.save(1)
+    trainer.save_whole(1)
+    device.keep_busy()
+    trainer.save(2)
     device.run(batches=1)  # the small tensors
     device.launch(lambda: trainer.large.add_(1))
     trainer.manager.before_update()
@@ -216,6 +218,10 @@ def test_an_early_step_of_an_optimizer_is_found(trainers, device, how):
     optimizer.step()
     manager = trainers(device, engine="gated", on_failure="raise").manager
     manager.save(1, state.state_dict())
+    device.run()
+    manager.wait_until_finished()
+    device.keep_busy()
+    manager.save(2, state.state_dict())
     device.run(batches=1)  # the small tensors
     optimizer.step()
     manager.before_update()
