@@ -240,8 +240,8 @@ def rows_of_figures(report: dict[str, Any] | None, place: str) -> list[Row]:
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    words = {None: "", True: "yes", False: "NO"}
+def table(rows: list[Row], place: str) -> str:
+    words = {None: "", True: "yes" if place == GPU else "by a stand-in", False: "NO"}
     cells = [("check or figure", "result", "target", "met")]
     cells += [(row.name, row.result, row.target, words[row.good]) for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(4)]
@@ -265,7 +265,7 @@ def check(out: Path, place: str | None, size: int | None) -> int:
     about = {**run.about, "stand_in": run.place != GPU, "seconds": round(time.monotonic() - began)}
     for name, value in about.items():
         print(f"{name}: {value}")
-    print(f"\n{table(rows)}", flush=True)
+    print(f"\n{table(rows, run.place)}", flush=True)
     written = {"about": about, "rows": [vars(row) for row in rows], "tests": seen}
     (out / "device-check.json").write_text(json.dumps({**written, "figures": report}, indent=1))
     return int(beside is None or any(row.good is False for row in checks))
