@@ -1,8 +1,8 @@
 """The plans of all ranks as one: DCP's metadata, and which rank writes an item that several have.
 
-The result is that of torch's ``create_global_plan``. That takes 11 s for 256 ranks with 2,500 items
-each, so a rank does not send torch's plan, but the names of its items, the same on most ranks, and the
-few forms that they have. Torch looks at one of the tensors that are divided alike.
+The result is that of torch's ``create_global_plan``, which takes 11 s for 256 ranks with 2,500 items
+each. So a rank does not send torch's plan, but the names of its items, the same on most ranks, and
+the few forms that they have. Torch looks at one of the tensors that are divided alike.
 """
 
 from __future__ import annotations
