@@ -128,7 +128,9 @@ class Target:
     @property
     def _is_whole(self) -> bool:
         """True if the item is all of the only tensor that wants it."""
-        return len(self.regions) == 1 and tuple(self.regions[0].data.shape) == self.shape
+        if len(self.regions) != 1 or tuple(self.regions[0].data.shape) != self.shape:
+            return False
+        return self.regions[0].numel == prod(self.shape)  # else it lies at another offset
 
     def _memory(self) -> torch.Tensor:
         if self._bytes is None:

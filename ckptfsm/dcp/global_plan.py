@@ -72,14 +72,15 @@ class DcpSummary:
 class _Names(NamedTuple):
     """What ranks with the same structure have in common, in the order of their items.
 
-    ``forms`` has the number of each item's form. A ``PerRank`` is in ``keys`` without its rank, and its
-    place in ``own``; the places of all other values are in ``places``.
+    ``forms`` has the number of each item's form. A ``PerRank`` is in ``keys`` without its rank, at the
+    numbers ``own_at``, and its place in ``own``; the places of all other values are in ``places``.
     """
 
     keys: list[str]
     forms: array[int]
     places: dict[str, tuple[Any, ...]]
     own: dict[str, tuple[Any, ...]]
+    own_at: array[int]
 
 
 def summary_of(items: Sequence[WriteItem], state: Flat) -> DcpSummary:
@@ -90,7 +91,8 @@ def summary_of(items: Sequence[WriteItem], state: Flat) -> DcpSummary:
     forms = array("I", (numbers.setdefault(_form_of(item), len(numbers)) for item in items))
     places = state.mappings()
     own = {name: places.pop(key)[:-1] for key, name in per_rank.items()}
-    names = pickle.dumps(tuple(_Names(keys, forms, places, own)))
+    own_at = array("I", (n for n, item in enumerate(items) if item.index.fqn in per_rank))
+    names = pickle.dumps(tuple(_Names(keys, forms, places, own, own_at)))
     return DcpSummary(zlib.compress(names, 1), tuple(numbers), frozenset(own))
 
 
@@ -170,8 +172,10 @@ def _read(summaries: Mapping[int, DcpSummary]) -> dict[int, _RankPlan]:
     for rank, summary in sorted(summaries.items()):
         common = names_of(summary.names)
         keys = common.keys
-        if common.own:
-            keys = [_own_key(key, rank) if key in common.own else key for key in keys]
+        if common.own_at:
+            keys = keys.copy()
+            for number in common.own_at:
+                keys[number] = _own_key(keys[number], rank)
         items = tuple(map(item_of, summary.forms))
         plans[rank] = _RankPlan(common, items, keys)
         for item in items:

@@ -73,8 +73,16 @@ def completed(planned: bytes, location: str) -> Metadata:
 def finish_dcp(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
-    """``.metadata`` of a part in DCP's own format, see ``ports.PartFinisher``."""
-    return {".metadata": dumped(completed(planned, location), results)}
+    """``.metadata`` of a part in DCP's own format, see ``ports.PartFinisher``.
+
+    Raises ``DamagedRoot`` unless as many items were written as were planned.
+    """
+    metadata = completed(planned, location)
+    wanted = sum(len(getattr(m, "chunks", (m,))) for m in metadata.state_dict_metadata.values())
+    written = sum(map(len, results))
+    if written != wanted:
+        raise DamagedRoot(f"{written} items were written, and {wanted} are planned", file=location)
+    return {".metadata": dumped(metadata, results)}
 
 
 def finish_torch_dist(

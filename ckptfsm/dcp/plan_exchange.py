@@ -45,8 +45,9 @@ class PlanExchange:
             pickled = pickle.dumps(found)
             digest = xxhash.xxh3_128_hexdigest(pickled)
             self._summarized = (found, pickled, digest)
-        self._sent = digest
-        return Summary(digest, None if digest == self._accepted else pickled)
+        accepted, self._accepted, self._sent = self._accepted, "", digest
+        # A save that is neither accepted nor refused here leaves "": the next one sends every plan.
+        return Summary(digest, None if digest == accepted else pickled)
 
     def accept(self) -> None:
         """See ``ports.Driver``."""

@@ -63,23 +63,20 @@ class Buffers:
         with self._lock:
             if not self._more:
                 return None
-            self._more -= 1
-        try:
-            with self._lock:
+            try:
                 if not self._mapped:
                     self._mapped = list(_chunks(large_pages(_BLOCK_BYTES)))
-                view = self._mapped.pop()
-            # A page that a copy touches first slows it threefold; Linux before 5.14 cannot help.
-            take_now(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
-        except OSError:
-            with self._lock:
-                self._more = 0
+                view = self._mapped[-1]
+                # A page that a copy touches first slows it threefold; Linux before 5.14 cannot help.
+                take_now(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+            except OSError:
                 if not self._made:
                     raise
-            return None  # the reads wait for the disk
-        with self._lock:
-            self._made.append(view)
-        return view
+                self._more = 0  # the reads wait for the disk
+                return None
+            self._more -= 1
+            self._made.append(self._mapped.pop())
+            return view
 
 
 def _chunks(mapping: mmap.mmap) -> Iterator[memoryview]:

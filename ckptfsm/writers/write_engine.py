@@ -236,7 +236,9 @@ class WriteEngine:
         """The memory for reads ahead of the disk, for which the trainer waits before its update."""
         most = self._settings.buffer_bytes
         if self._settings.mode == "auto" and needed > most:
-            most = max(most, affordable_bytes(self._settings.free_bytes) + self._kept_bytes)
+            # What its process keeps is free for this save, of which it gets the same half.
+            free = affordable_bytes(self._settings.free_bytes) + self._kept_bytes // 2
+            most = max(most, free)
         return min(needed, most)
 
     def _new_count(self) -> SharedSegment | None:

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -422,8 +423,8 @@ def random_ledger(rng: random.Random) -> Ledger:
 
 def random_event(rng: random.Random, ledger: Ledger) -> Event:
     """Any event of an attempt that is there, or of a new one; half of the reports fit their attempt."""
-    there = [*ledger.checkpoints, AttemptId(rng.randrange(6), 1, 9)]
-    of = rng.choice(there)
+    there = sorted(ledger.checkpoints, key=attrgetter("attempt"))  # as they were drawn
+    of = rng.choice([*there, AttemptId(rng.randrange(6), 1, 9)])
     rank, size = rng.randrange(-1, 3), rng.choice((1, 2, 3))
     part = rng.choice(("state", "data", "actor", "critic", "ghost"))
     offered = ledger.checkpoints.get(of)

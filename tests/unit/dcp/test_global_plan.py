@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.errors import DamagedRoot, SaveRefused
 from ckptfsm.core.images import SMALL_BYTES
 from ckptfsm.core.parts import PerRank
 from ckptfsm.dcp.dcp_states import DcpStates
 from ckptfsm.dcp.global_plan import DcpSummary, merge_plans, summary_of
-from ckptfsm.dcp.metadata import completed, dumped, read_planned
+from ckptfsm.dcp.metadata import completed, dumped, finish_dcp, read_planned
 from ckptfsm.dcp.nested import Flat, flat
 from ckptfsm.dcp.plan_exchange import PlanExchange
 from ckptfsm.dcp.state_format import DriverOptions
@@ -149,14 +149,15 @@ def test_a_share_is_told_again_once_a_plan_has_changed() -> None:
     states = [DcpStates(DriverOptions(rank, ranks=2)) for rank in range(2)]
     big = {f"w{number}": torch.ones(BIG) for number in range(4)}
 
-    def save(*given: Any) -> tuple[bool, list[set[str]]]:
-        """Whether the shares were told, and the keys that each rank writes."""
+    def save(*given: Any, interrupted: int | None = None) -> tuple[bool, list[set[str]]]:
+        """Whether the shares were told, and the keys that each rank writes, or all but one do."""
         plans = [each.plan("s", state) for each, state in zip(states, given, strict=True)]
         sent = [each.summary_of({"s": p.summary}) for each, p in zip(exchanges, plans, strict=True)]
         planned = exchanges[0].merge(sent, states[0].merge)["s"]
-        for each in exchanges:
-            each.accept()
-        buckets = [plan.buckets(rank, planned) for rank, plan in enumerate(plans)]
+        going_on = [number for number in range(2) if number != interrupted]
+        for number in going_on:
+            exchanges[number].accept()
+        buckets = [plans[number].buckets(number, planned) for number in going_on]
         keys = [{item.index.fqn for bucket in each for item, _ in bucket} for each in buckets]
         return bool(planned.shares), keys
 
@@ -169,6 +170,35 @@ def test_a_share_is_told_again_once_a_plan_has_changed() -> None:
     assert save(big, big) == (True, divided)
     exchanges[1].refuse()
     assert save(big, big) == (True, divided)
+    assert save(big, less, interrupted=0) == (True, [{"w1"}])
+    assert save(big, less) == (True, [{"w0", "w2", "w3"}, {"w1"}])
+
+
+def test_a_value_of_each_rank_may_have_the_key_of_another() -> None:
+    """Catches: a state that is refused, as two values have one key but for the rank."""
+    plans = {}
+    for rank in range(2):
+        state = flat("s", {"x": {"y": PerRank(rank)}, "x.y": 5}, rank, SaveRefused)
+        kind = WriteItemType.BYTE_IO
+        plans[rank] = [WriteItem(MetadataIndex(key), kind) for key in state.values], state
+    planned = merge_plans("s", summaries_of(plans), 2)
+    assert read_planned(planned.metadata).planner_data == {
+        "x.y": ("x.y",),
+        "x.y.rank_0": ("x", "y", "rank_0"),
+        "x.y.rank_1": ("x", "y", "rank_1"),
+    }
+    masks = {r: sum(zlib.decompress(m)) for r, m in pickle.loads(planned.shares).items()}
+    assert masks == {0: 2, 1: 1}
+
+
+@pytest.mark.parametrize("written", [3, 5])
+def test_metadata_is_not_made_of_more_or_fewer_items_than_were_planned(written: int) -> None:
+    """Catches: a tensor that no rank has written, in a checkpoint that is tracked."""
+    planned = merge_plans("s", summaries_of(plans_of([0])), 4).metadata
+    rows = [("k0", [3 * number, 0], None, f"__{number}_0.distcp", 0, 10) for number in range(5)]
+    assert finish_dcp(planned, [rows[:3], rows[3:4]], "/x")
+    with pytest.raises(DamagedRoot, match=f"{written} items were written, and 4 are planned"):
+        finish_dcp(planned, [rows[:written]], "/x")
 
 
 ROWS = st.tuples(
