@@ -54,11 +54,13 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
     assert len(figures) == len(report["figures"]), "a name is used twice"
     wanted = {name: f["target"] for name, f in figures.items() if f["target"] is not None}
     engines = {name for name in wanted if figures[name]["group"] == "engines"}
-    assert len(engines) == 12
+    assert len(engines) == 30
     assert {name: target for name, target in wanted.items() if name not in engines} == {
         "save(), ckptfsm / stock": 1.05,
         "until loadable, ckptfsm / stock": 1.1,
         "cold load, ckptfsm / stock": 0.8,
+        "cold load, ckptfsm / reads alone": 1 / 0.9,
+        "cold load, another sharding, ckptfsm / stock": 1.0,
         "opening of an empty root": 0.3,
         "opening of 1": 0.3,
         "recovery of 3, after a close": 2.0,

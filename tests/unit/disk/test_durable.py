@@ -389,3 +389,15 @@ def test_a_document_is_read_whole_or_refused(storage, size):
     if size:
         with pytest.raises(DamagedRoot):
             durable.read_document(storage, "f", size - 1)
+
+
+def test_F6_a_name_that_cannot_be_looked_at_is_not_a_missing_one(monkeypatch):
+    """Catches: a disk with an error, whose files count as gone."""
+    storage = sim_with_old()
+
+    def sick(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(storage, "stat", sick)
+    with pytest.raises(OSError, match=r"d/f"):
+        durable.lookup(storage, "d/f")

@@ -289,16 +289,20 @@ def test_few_buffers_take_the_memory_with_the_last_chunk():
     assert taken.wait(10)
 
 
-def test_memory_that_cannot_be_read_fails_every_file(tmp_path):
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_memory_that_cannot_be_read_fails_every_file(tmp_path, buffers):
     """Catches: a hang, or a file of zeros, when an address is gone; a gate that opens all the same."""
     trainer = Trainer(b"a" * 100, b"b" * 100)
     trainer.gone.add(trainer.pieces[1].address)
     parts = [[image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]]
-    source, taken = prefetched(trainer, parts, buffers=1)
+    source, taken = prefetched(trainer, parts, buffers=buffers)
     storage = PosixStorage(tmp_path)
     source.start()
     with pytest.raises(OSError, match="no such memory"):
         reading(source, *parts[0]).write(storage, "")
+    if buffers == 2:  # with one, a read may wait for it until its process ends
+        with pytest.raises(OSError, match="no such memory"):
+            source.join()
     assert not taken.is_set()
     storage.close_root()
 
