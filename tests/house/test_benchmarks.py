@@ -59,6 +59,8 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "save(), ckptfsm / stock": 1.05,
         "until loadable, ckptfsm / stock": 1.1,
         "cold load, ckptfsm / stock": 0.8,
+        "256 ranks, DCP plan": 2.0,
+        "256 ranks, DCP .metadata": 2.0,
         "cold load, ckptfsm / reads alone": 1 / 0.9,
         "cold load, another sharding, ckptfsm / stock": 1.0,
         "opening of an empty root": 0.3,
@@ -95,7 +97,10 @@ def check_workloads(figures: dict[str, Any]) -> None:
     passes = [f"{seconds} s of work" for seconds in ("0", "0.25", "0.5", "1")]
     one_rank = [*passes, *(f"{work}, 2000 mixed tensors" for work in passes)]
     two_ranks = [f"{work}, 2 ranks" for work in ("0 s of work", "0.5 s of work")]
-    asked = [(one_rank, ("fork", "eager", "gated")), (two_ranks, ("eager", "gated"))]
+    asked = [
+        (one_rank, ("fork", "eager", "gated", "auto")),
+        (two_ranks, ("eager", "gated", "auto")),
+    ]
     wanted = set()
     for workloads, engines in asked:
         for work in workloads:
@@ -105,7 +110,7 @@ def check_workloads(figures: dict[str, Any]) -> None:
                 wanted.add(f"stall, {work}, {engine} / stock")
     assert wanted <= set(figures)
     assert {len(figures[name]["samples"]) for name in wanted} == {2}
-    for start, places in (("share of the stall, ", 4 * 4), ("in ", 3 * 4)):
+    for start, places in (("share of the stall, ", 5 * 4), ("in ", 4 * 4)):
         shown = [name for name in figures if name.startswith(start)]
         assert len(shown) == 2 * places
         assert not [name for name in shown if "mixed" in name or "0.25 s" in name or " 1 s" in name]
