@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
-from benchmarks.one_save import Sample, save_in_turns
+from benchmarks.one_save import Sample, save_in_turns, settled
 from benchmarks.peers import PinnedDcpSide
 from benchmarks.sides import ManagerSide, Side, StockSide
 from benchmarks.state import TrainingState
@@ -45,7 +45,7 @@ def run(options: Options) -> list[Figure]:
         pass_s = options.state_bytes / _GB / statistics.median(rates[1].samples)
     with _sides(options) as sides:
         work_s = pass_s * _GIB / options.state_bytes
-        samples = save_in_turns(sides, state, work_s, options)
+        samples = settled(save_in_turns(sides, state, work_s, options), options)
     return [*rates, *(f for name, each in samples.items() for f in _figures(name, each, pass_s))]
 
 

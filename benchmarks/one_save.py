@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import Options, timed
 from benchmarks.sides import Side
-from benchmarks.state import TrainingState
+from benchmarks.state import TrainingState, await_stream
 
 PLACES = ("save()", "the pass", "before_update()", "the update")
 _USUAL = 3
@@ -65,13 +65,7 @@ class Pass:
     def _make(self, products: int) -> None:
         for _ in range(products):
             torch.mm(self._matrix, self._matrix)
-        settle(self._matrix)
-
-
-def settle(tensor: torch.Tensor) -> None:
-    """Wait for the work of a device's current stream."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        await_stream(self._matrix)
 
 
 def save_in_turns(

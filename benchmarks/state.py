@@ -54,8 +54,13 @@ class TrainingState:
         """Update every tensor in place, as an optimizer does, also on a device."""
         for tensor in self.tensors:
             tensor.add_(1)
-        if self.tensors[0].is_cuda:
-            torch.cuda.current_stream().synchronize()
+        await_stream(self.tensors[0])
+
+
+def await_stream(tensor: torch.Tensor) -> None:
+    """Wait for the work of a device's current stream."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _large(state_bytes: int) -> Iterator[tuple[int, torch.dtype]]:
