@@ -14,6 +14,7 @@ This module is also a plugin of the pytest that it starts, which notes each test
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -129,7 +130,7 @@ class Check:
         if sys.version_info[:2] != WANTED or not wheels:
             print("no wheels for this Python: what is installed is used", file=sys.stderr)
             return []
-        shutil.rmtree(site, ignore_errors=True)
+        _remove(site)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         how = ["--no-index", "--no-deps", "--no-compile", "--target", str(site)]
         subprocess.run([*pip, *how, *map(str, wheels)], check=True)
@@ -144,13 +145,14 @@ class Check:
                 command, cwd=ROOT, env=into, stdout=file, stderr=file, start_new_session=True
             )
             try:
-                while process.poll() is None:
+                while True:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.2)
+                        return ""
                     if time.monotonic() > end:
                         return "its time was up"
                     if watched and time.time() - watched.stat().st_mtime > STUCK_S:
                         return f"it did not end in {STUCK_S:.0f} s"
-                    time.sleep(0.2)
-                return ""
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -189,7 +191,7 @@ class Check:
         pairs = "6" if self.place == GPU else "2"
         name = "figures-alone" if alone else "figures"
         work, log = WORK / name, self.out / f"{name}.log"
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
         work.mkdir(parents=True)
         log.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks", "--only", "device", "--json"]
@@ -197,13 +199,18 @@ class Check:
         command += ["--within", str(min(ROUNDS_S, left_s / 3)), "--dir", str(work)]
         command += ["--alone"] if alone else []
         self.run(name, command, None, time.monotonic() + left_s)
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
         text = log.read_text()
         begin = text.find('{\n "environment"')
         if begin < 0:
             return None
         found: dict[str, Any] = json.JSONDecoder().raw_decode(text[begin:])[0]
         return found
+
+
+def _remove(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -281,7 +288,7 @@ def pins() -> list[str]:
 def fetch() -> int:
     """Fill the folder of wheels."""
     asked = pins()
-    shutil.rmtree(WHEELS, ignore_errors=True)
+    _remove(WHEELS)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     how = ["--only-binary=:all:", "--python-version", ".".join(map(str, WANTED))]
     how += [word for tag in TAGS for word in ("--platform", tag)]
