@@ -231,14 +231,12 @@ LoadRest = Callable[
 
 
 class Wanted(NamedTuple):
-    """A tensor of a rank that is to be loaded: the part of ``data``'s shape at ``offset`` of ``key``.
+    """A tensor of a rank that is to be loaded: the part of ``data``'s shape at the shard's offset.
 
     ``size`` is the shape of all parts together.
     """
 
     shard: Filled
-    key: str
-    offset: tuple[int, ...]
     size: tuple[int, ...]
     data: torch.Tensor
 
@@ -255,17 +253,20 @@ class Stored(NamedTuple):
 
 def stored_items(metadata: Metadata, wanted: Wanted) -> list[Stored]:
     """The items that make up a wanted tensor; none if that cannot be told without doubt."""
-    about, data = metadata.state_dict_metadata.get(wanted.key), wanted.data
+    (key, offset, *_), data = wanted.shard, wanted.data
+    about = metadata.state_dict_metadata.get(key)
     if not isinstance(about, TensorStorageMetadata) or about.properties.dtype != data.dtype:
         return []
-    if tuple(about.size) != wanted.size or len(wanted.offset) != data.dim():
+    if tuple(about.size) != wanted.size or len(offset) != data.dim():
         return []
-    found = []
-    for chunk in about.chunks:
+    found, shape = [], tuple(data.shape)
+    # Mostly one is all of it. A region of each of 256 chunks takes 0.6 s for 2,500 tensors.
+    same = [each for each in about.chunks if each.offsets == offset and each.sizes == shape]
+    for chunk in same or about.chunks:
         region = _region(wanted, chunk)
         if region is None:
             continue
-        info = (metadata.storage_data or {}).get(MetadataIndex(wanted.key, chunk.offsets))
+        info = (metadata.storage_data or {}).get(MetadataIndex(key, chunk.offsets))
         if info is None or getattr(info, "transform_descriptors", None):
             return []
         place = info.relative_path, info.offset, info.length
@@ -277,11 +278,12 @@ def stored_items(metadata: Metadata, wanted: Wanted) -> list[Stored]:
 
 def _region(wanted: Wanted, chunk: ChunkStorageMetadata) -> Region | None:
     """What a wanted tensor and a stored chunk have in common; None if that is nothing."""
-    if len(chunk.offsets) != len(wanted.offset):
+    offset = wanted.shard.offset
+    if len(chunk.offsets) != len(offset):
         return None
     into, of = [], []
     for first, count, low, length in zip(
-        wanted.offset, wanted.data.shape, chunk.offsets, chunk.sizes, strict=True
+        offset, wanted.data.shape, chunk.offsets, chunk.sizes, strict=True
     ):
         start, stop = max(first, low), min(first + count, low + length)
         if start >= stop:

@@ -174,7 +174,7 @@ def _wanted(key: str, value: torch.Tensor, data: torch.Tensor) -> Wanted | None:
         return None
     offset, shape = tuple(chunks[0].offsets), tuple(data.shape)
     shard = Filled(key, offset, shape, data.dtype, data.device, data.data_ptr())
-    return Wanted(shard, key, offset, tuple(value.size()), memory_of(data, shape))
+    return Wanted(shard, tuple(value.size()), memory_of(data, shape))
 
 
 # ---------------------------------------------------------------------------------- stock's load
@@ -273,7 +273,7 @@ class DcpReading:
         }
         apart = apart_in_memory((key, data) for key, (_, data) in values.items())
         wanted = [each for key in apart if (each := _wanted(key, *values[key])) is not None]
-        self._straight = {each.key: each.shard for each in wanted}
+        self._straight = {each.shard.key: each.shard for each in wanted}
         found = chain.from_iterable(stored_items(self._stored, each) for each in wanted)
         return targets_by_file(found, directory, entries)
 

@@ -83,8 +83,7 @@ def _is_plain(shard: ShardedTensor) -> bool:
 def _wanted(shard: ShardedTensor) -> Wanted:
     """A shard with its shape and place in the file, where axes of one may come before its own."""
     data = memory_of(shard.data, (1,) * shard.prepend_axis_num + tuple(shard.data.shape))
-    offset, size = tuple(shard.global_offset), tuple(shard.global_shape)
-    return Wanted(filled_of(shard), shard.key, offset, size, data)
+    return Wanted(filled_of(shard), tuple(shard.global_shape), data)
 
 
 # --------------------------------------------------------------------------------- stock's load

@@ -143,7 +143,7 @@ def test_another_sharding_gets_its_values(stored, wanted, lost, only):
     for number, box in enumerate(asked if only is None else [asked[only % len(asked)]]):
         data, offset = torch.zeros_like(saved[box]), tuple(each.start for each in box)
         name = Filled("w", offset, tuple(data.shape), data.dtype, data.device, number)
-        tensors[name] = Wanted(name, "w", offset, tuple(saved.shape), data), box
+        tensors[name] = Wanted(name, tuple(saved.shape), data), box
     found = [item for each, _ in tensors.values() for item in stored_items(metadata, each)]
     storage, data = SimStorage(SimDisk()), content.getvalue()
     write_new(storage, "file", data)
