@@ -121,6 +121,10 @@ class ForkServer:
         return dict(json.loads(line))
 
 
+class StillRuns(AssertionError):
+    """A rank had not ended in time."""
+
+
 @dataclass
 class Job:
     """The ranks of one job, started together."""
@@ -144,7 +148,7 @@ class Job:
                 for other in self.pids:
                     self.server.signal(other, signal.SIGUSR1)  # stacks into the logs
                 time.sleep(0.5)
-                raise AssertionError(f"a rank still runs after {timeout_s} s\n{self.logs()}")
+                raise StillRuns(f"a rank still runs after {timeout_s} s\n{self.logs()}")
             codes.append(code)
         self.over = True
         return codes
