@@ -22,6 +22,7 @@ from ckptfsm.disk.durable import (
     each_file,
     each_kind,
     fsync_existing,
+    is_temporary,
     lookup,
     put,
     read_document,
@@ -34,8 +35,8 @@ from ckptfsm.disk.stock import MAX_METADATA_BYTES
 
 @dataclass(slots=True)
 class Assembly:
-    """Puts one attempt together. Call ``read_receipts``, ``listed``, ``finish`` for each part,
-    ``manifest``.
+    """Puts one attempt together. Call ``read_receipts``, ``list_files``, ``finish`` for each part,
+    ``left_over``, ``manifest``.
 
     - ``tag`` names our temporary files.
     - ``dropped``: the optional parts that some rank left out, with the reason.
@@ -90,7 +91,7 @@ class Assembly:
                 )
             self.clock.sleep(next(pause))
 
-    def listed(self) -> set[str]:
+    def list_files(self) -> None:
         """Take the files of all receipts and the receipts themselves; a name may be claimed once."""
         names: set[str] = set()
         for receipt in self.receipts:
@@ -105,7 +106,6 @@ class Assembly:
                     )
                 names.add(entry.name)
                 self.files.append(entry)
-        return names
 
     def finish(self, part: PartSpec) -> None:
         """Write the metadata of a part (``.metadata``, ``metadata.json``) from its receipts.
@@ -175,6 +175,7 @@ class Assembly:
             if stat.kind == "file"
             and join(part.directory, name) not in claimed
             and part.format.is_beside(name)
+            and not is_temporary(name)
         ]
 
     def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
@@ -191,9 +192,8 @@ class Assembly:
         return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
 
     def manifest(self) -> Manifest:
-        """The commit record. Raises ``SaveFailed`` unless exactly ``files`` are there."""
+        """The commit record: it lists ``files``."""
         checkpoint = self.checkpoint
-        self._refuse_unlisted()
         kept = tuple(part for part in checkpoint.parts if part.name not in self.dropped)
         return Manifest(
             step=checkpoint.id.step,
@@ -209,11 +209,13 @@ class Assembly:
             written_at=self.clock.wall(),
         )
 
-    def _refuse_unlisted(self) -> None:
-        """Raise ``SaveFailed`` if other files are there than the listed ones, or one is listed twice.
+    def left_over(self) -> list[str]:
+        """The temporary files that a crash in a ``put`` left, once ``files`` has all others.
 
-        A file that no receipt claims may be a late writer's.
+        Raises ``SaveFailed`` if other files are there than the listed ones, or one is listed twice. A
+        file that no receipt claims may be a late writer's.
         """
+        left: list[str] = []
         missing: set[str] = set()
         for entry in self.files:
             if entry.name in missing:  # the metadata of a part has the name of a file of a receipt
@@ -222,9 +224,13 @@ class Assembly:
                 )
             missing.add(entry.name)
         for name, kind in each_kind(self.storage, self.directory):
-            if kind != "file" or (name not in missing and name != MANIFEST):
+            if kind == "file" and name in missing:
+                missing.remove(name)
+            elif kind == "file" and is_temporary(name):
+                left.append(name)
+            elif kind != "file" or name != MANIFEST:
                 raise SaveFailed(f"{name} is in no receipt", file=f"{self.directory}/{name}")
-            missing.discard(name)
         for name in sorted(missing):  # a network file system lists late: ask for it by name
             if lookup(self.storage, f"{self.directory}/{name}") is None:
                 raise SaveFailed(f"{name} is gone", file=f"{self.directory}/{name}")
+        return left

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
 from ckptfsm.core.errors import DamagedRoot, NotPermitted, StorageError
-from ckptfsm.core.layout import DIRECTORIES
+from ckptfsm.core.layout import DIRECTORIES, join
 from ckptfsm.core.ports import FileKind, FileStat, Storage
 
 T = TypeVar("T")
@@ -29,6 +29,11 @@ _MOST_ENTRIES = 5_000_000  # below a directory
 def parent_of(path: str) -> str:
     """The directory of ``path``; "" is the root."""
     return path.rpartition("/")[0]
+
+
+def is_temporary(path: str) -> bool:
+    """True for the name of a file that ``put`` renames once it is whole."""
+    return TEMPORARY in path and TEMPORARY in path.rpartition("/")[2]
 
 
 def write_all(
@@ -238,6 +243,20 @@ def fsync_tree_files(storage: Storage, directory: str) -> None:
     for name, stat in walk_files(storage, directory):
         if stat.kind == "file":
             fsync_existing(storage, f"{directory}/{name}")
+
+
+def fsync_dirs_of(storage: Storage, directory: str, names: Iterable[str]) -> None:
+    """fsync ``directory`` and the directories below it in which ``names`` lie, deepest first.
+
+    Nothing is listed: a shared directory may have the files of thousands of ranks.
+    """
+    found = {""}
+    for inner in {parent_of(name) for name in names}:
+        while inner not in found:
+            found.add(inner)
+            inner = parent_of(inner)
+    for inner in sorted(found, reverse=True):
+        storage.fsync_dir(join(directory, inner))
 
 
 def fsync_tree_dirs(storage: Storage, directory: str) -> None:

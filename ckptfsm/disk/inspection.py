@@ -55,8 +55,8 @@ from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.disk.durable import (
-    TEMPORARY,
     is_about_content,
+    is_temporary,
     list_names,
     lookup,
     read_document,
@@ -329,7 +329,7 @@ def _is_cut_short(names: Iterable[str], checkpoint: Checkpoint) -> bool:
     """True if this attempt leaves these files before its metadata."""
     return all(
         path.startswith(f"{PRIVATE}/")
-        or TEMPORARY in path.rpartition("/")[2]
+        or is_temporary(path)
         or any(part.format.is_early(path, part.name, part.directory) for part in checkpoint.parts)
         for path in names
     )

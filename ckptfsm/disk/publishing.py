@@ -35,6 +35,7 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import (
     content_is,
+    fsync_dirs_of,
     fsync_private,
     fsync_tree_dirs,
     fsync_tree_files,
@@ -97,7 +98,7 @@ class Publisher:
             return there.crc
         assembly = self.assembly_of(checkpoint, directory)
         assembly.read_receipts()
-        sweep_attempt(self.storage, directory, assembly.listed())
+        assembly.list_files()
         for part in checkpoint.parts:
             if part.name not in assembly.dropped:
                 assembly.finish(part)
@@ -106,9 +107,10 @@ class Publisher:
                 said = f"step {step}: part {part.name!r} is left out: {why}"
                 say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
                 self._leave_out(checkpoint, part, directory)
+        sweep_attempt(self.storage, directory, assembly.left_over())
         manifest = encode_sealed(assembly.manifest())
         # A manifest must not survive a power loss that takes names which it lists (I3).
-        fsync_tree_dirs(self.storage, directory)
+        fsync_dirs_of(self.storage, directory, (entry.name for entry in assembly.files))
         self.check_epoch()
         if checkpoint.in_place:
             self._commit_in_place(checkpoint, directory, manifest)

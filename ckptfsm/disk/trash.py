@@ -8,7 +8,7 @@ bounded slices and never follows a link.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ckptfsm.adapters.abilities import required
 from ckptfsm.core.errors import ConfigError
@@ -25,7 +25,7 @@ from ckptfsm.core.layout import (
     is_deletable,
 )
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup, make_dir
+from ckptfsm.disk.durable import TEMPORARY, is_temporary, list_names, lookup, make_dir
 
 _DEPTH = 64
 _SLICE = 1000  # entries
@@ -119,18 +119,14 @@ def sweep_temporaries(
     return swept
 
 
-def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> None:
-    """Delete the temporary files that a crash in a ``put`` left inside an unpublished attempt.
+def sweep_attempt(storage: Storage, directory: str, names: Iterable[str]) -> None:
+    """Delete the temporary files ``names`` that a crash in a ``put`` left inside an attempt.
 
-    ``listed``: the files of its receipts, whatever they are called.
+    Raises ``ValueError`` for the name of any other file.
     """
-    left = [
-        name
-        for name, kind in each_kind(storage, directory)
-        if TEMPORARY in name and TEMPORARY in name.rpartition("/")[2] and name not in listed
-        if kind == "file"
-    ]
-    for name in left:
+    for name in names:
+        if not is_temporary(name):
+            raise ValueError(f"{name} is no temporary file")
         storage.unlink(f"{directory}/{name}")
 
 

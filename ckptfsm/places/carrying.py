@@ -70,7 +70,7 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup
+from ckptfsm.disk.durable import TEMPORARY, is_temporary, list_names, lookup
 from ckptfsm.disk.inspection import read_manifest, read_tracker
 from ckptfsm.disk.journal import saved_since
 from ckptfsm.disk.overview import layout_of_names
@@ -223,7 +223,7 @@ class Carrier:
     def _sweep(self, name: str, files: Sequence[FileEntry]) -> None:
         """Remove what killed carriers have left half-written in a directory."""
         for each in self.place.listed(name).keys() - {entry.name for entry in files}:
-            if TEMPORARY in each.rpartition("/")[2]:
+            if is_temporary(each):
                 self.place.remove(f"{name}/{each}")
 
     # -- whose it is
@@ -284,7 +284,7 @@ class Carrier:
         listed = self.place.listed(name)
         if any(each.startswith(f"{CLAIM}{TEMPORARY}") for each in listed):
             return
-        found = [each for each in sorted(listed) if TEMPORARY not in each.rpartition("/")[2]]
+        found = [each for each in sorted(listed) if not is_temporary(each)]
         if found and self.place.read(f"{name}/{CLAIM}") is None:  # else claimed and sent meanwhile
             where = f"{self.place.where}/{name}"
             raise PlaceInUse(

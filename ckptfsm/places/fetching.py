@@ -43,6 +43,8 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
     TEMPORARY,
+    each_kind,
+    is_temporary,
     list_names,
     lookup,
     make_dirs,
@@ -289,7 +291,8 @@ class Fetch:
         stage, names = fetching_dir(manifest.of), [entry.name for entry in manifest.files]
         self._give_up_others(stage)
         make_dirs(self.storage, stage)
-        sweep_attempt(self.storage, stage, names)
+        left = {name for name, kind in each_kind(self.storage, stage) if kind == "file"}
+        sweep_attempt(self.storage, stage, filter(is_temporary, left.difference(names)))
         self._require_room(stage, manifest.files)
         for directory in sorted({parent_of(name) for name in (MANIFEST, *names)} - {""}):
             make_dirs(self.storage, directory, base=stage)

@@ -35,7 +35,7 @@ from ckptfsm.core.ports import (
     WriterProcess,
     Written,
 )
-from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
+from ckptfsm.disk.durable import fsync_dirs_of, lookup, make_dirs, put, storage_error
 from ckptfsm.disk.visibility import Visibility
 from ckptfsm.writers.image import InlineChunks
 from ckptfsm.writers.shard_file import ShardFile
@@ -127,9 +127,7 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
 
     Raises ``StorageError`` if the directory now belongs to another attempt: this job is fenced.
     """
-    if part.directory and not result.dropped:
-        fsync_tree_dirs(storage, join(job.location, part.directory))
-    storage.fsync_dir(job.location)
+    fsync_dirs_of(storage, job.location, (entry.name for entry in result.files))
     make_dirs(storage, f"{RECEIPTS}/{part.name}", base=job.location)
     receipt = Receipt(
         step=job.of.step,

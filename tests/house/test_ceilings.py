@@ -26,7 +26,7 @@ LINES = MappingProxyType(
         "core": 7250,
         "dcp": 5560,
         "demo": 1030,
-        "disk": 4870,
+        "disk": 4890,
         "follow": 1210,
         "integrations": 5620,
         "megatron": 2100,

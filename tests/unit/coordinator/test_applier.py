@@ -30,11 +30,13 @@ from ckptfsm.core.layout import (
     MANIFEST,
     MEGATRON,
     TRACKER,
+    receipt_name,
 )
 from ckptfsm.core.lifecycle import absent, apply
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, PartJob, RankJob, Written
 from ckptfsm.core.requests import NothingInFlight, SaveRequest
+from ckptfsm.disk.durable import write_new
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, fake_content
@@ -92,8 +94,9 @@ def test_I10_an_unexpected_error_stops_the_coordinator():
         job.request(2)
 
 
-def test_I4_a_listed_file_is_never_swept():
-    """Catches: a part's file deleted for its name, after its receipt was believed."""
+def test_I4_leftovers_are_swept_and_a_listed_file_never():
+    """Catches: a part's file deleted for its name, after its receipt was believed; a whole attempt that
+    fails because a killed writer left a temporary file."""
     disk = SimDisk()
     job = start(disk, "first", ranks=1)
     of = job.request(1, (PartSpec("vocab", "file", ranks=(0,)),))
@@ -101,9 +104,12 @@ def test_I4_a_listed_file_is_never_swept():
     written = write_rank(
         job.storage, RankJob(of, 0, 1, MEGATRON.working_dir(of, False), (Vocabulary(),))
     )
+    left = receipt_name("vocab", 0) + ".tmp-1.e1.a1.0"
+    write_new(job.storage, f"{MEGATRON.working_dir(of, False)}/{left}", b"{")
     job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
     assert tracked(job) == [1]
     assert "iter_0000001/bpe.tmp-final.json" in disk.snapshot()
+    assert f"iter_0000001/{left}" not in disk.snapshot()
 
 
 class Vocabulary(PartJob):

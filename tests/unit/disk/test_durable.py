@@ -325,6 +325,9 @@ def test_walk_files_and_fsync_tree(storage, monkeypatch):
     seen = FaultStorage(storage)
     durable.fsync_tree_dirs(seen, "d")
     assert [path for _, path in seen.calls] == ["d/a/b", "d/a", "d"]
+    seen.calls.clear()
+    durable.fsync_dirs_of(seen, "d", ["1", "a/b/3"])
+    assert [path for _, path in seen.calls] == ["d/a/b", "d/a", "d"]
 
 
 def test_F4_fsync_existing_makes_a_foreign_file_durable():

@@ -170,13 +170,15 @@ def test_only_our_temporaries_are_swept(storage):
     assert sweep_temporaries(storage) == 0
 
 
-def test_an_attempts_temporaries_are_swept_at_every_depth(storage):
-    """Catches: a leftover of a put that makes a complete attempt fail as "in no receipt"."""
+def test_only_temporary_files_of_an_attempt_are_swept(storage):
+    """Catches: a shard that is deleted as a leftover of a put."""
     make_dirs(storage, "attempt/.ckptfsm/receipts/state")
     write_new(storage, "attempt/.ckptfsm/receipts/state/0.json.tmp-5.e1.a1", b"x")
     write_new(storage, "attempt/.metadata.tmp-1-2-x", b"x")
     write_new(storage, "attempt/__0_0.distcp", b"x")
-    sweep_attempt(storage, "attempt", ())
+    names = [".ckptfsm/receipts/state/0.json.tmp-5.e1.a1", ".metadata.tmp-1-2-x"]
+    with pytest.raises(ValueError, match="no temporary file"):
+        sweep_attempt(storage, "attempt", [*names, "__0_0.distcp"])
     assert storage.listdir("attempt") == [".ckptfsm", "__0_0.distcp"]
     assert storage.listdir("attempt/.ckptfsm/receipts/state") == []
 

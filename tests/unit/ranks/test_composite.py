@@ -282,14 +282,14 @@ def test_I4_files_of_a_receipt_are_there_when_it_is_published(tmp_path):
     def work(manager: Manager) -> Any:
         gone = PosixStorage(str(tmp_path), create=False)
 
-        refuse = Assembly._refuse_unlisted
+        left_over = Assembly.left_over
 
-        def remove(self: Any) -> None:
+        def remove(self: Any) -> list[str]:
             gone.unlink(f"{self.directory}/{self.files[0].name}")
-            refuse(self)
+            return left_over(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Assembly, "_refuse_unlisted", remove)
+            patch.setattr(Assembly, "left_over", remove)
             with pytest.raises(SaveFailed, match="is gone"):
                 manager.save(1, {"w": 1}).wait()
         gone.close_root()
