@@ -89,7 +89,7 @@ def run(options: Options) -> list[Figure]:
         growth = (many.total_s / few.total_s) / (many.ranks / few.ranks)
         name = f"time per rank, {many.ranks} / {few.ranks} ranks"
         figures.append(Figure(name, "ratio", (growth,), _STRAIGHT))
-    return [*figures, *scale_plans.run()]
+    return [*figures, *scale_plans.run(max(options.ranks))]
 
 
 def _figures(cost: Cost) -> list[Figure]:

@@ -59,8 +59,6 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "save(), ckptfsm / stock": 1.05,
         "until loadable, ckptfsm / stock": 1.1,
         "cold load, ckptfsm / stock": 0.8,
-        "256 ranks, DCP plan": 2.0,
-        "256 ranks, DCP .metadata": 2.0,
         "cold load, ckptfsm / reads alone": 1 / 0.9,
         "cold load, another sharding, ckptfsm / stock": 1.0,
         "opening of an empty root": 0.3,
