@@ -10,7 +10,7 @@ import torch
 
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.dcp.shared_memory import move_to_shared_memory, storage_of, tensors_of
+from ckptfsm.dcp.shared_memory import Owners, move_to_shared_memory, tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
 
 
@@ -34,11 +34,10 @@ class GatedMemory:
         """True for all memory; without any promise, the engine reads nothing behind ``save``."""
         return self.everything or not self._attached
 
-    def owners(self) -> dict[int, torch.Tensor]:
-        """The tensors of the optimizers that wait, by the address of their storage."""
+    def owners(self) -> Owners:
+        """The tensors of the optimizers that wait."""
         waiting = (each for each, hook in self._hooks.items() if hook.id in hook.hooks_dict_ref())
-        found = ((storage_of(tensor), tensor) for each in waiting for tensor in tensors_of(each))
-        return {place: tensor for place, tensor in found if place is not None}
+        return Owners(tensor for each in waiting for tensor in tensors_of(each))
 
 
 class Gate(ABC):

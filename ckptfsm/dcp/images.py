@@ -7,7 +7,7 @@ memory until the writer reads it. An accelerator's tensor is read from its copy 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ckptfsm.core.images import SMALL_BYTES, Image, Literal, Memory, Piece, imag
 from ckptfsm.core.layout import join
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import StateCopy, version_of
-from ckptfsm.dcp.shared_memory import local_of, storage_of
+from ckptfsm.dcp.shared_memory import Owners, local_of
 
 Bucket = Sequence[tuple[WriteItem, Any]]
 Row = tuple[object, ...]
@@ -29,12 +29,11 @@ Row = tuple[object, ...]
 class Held:
     """Tensors with memory that is read after staging, their names, addresses and versions.
 
-    ``owners`` are tensors that stay as they are until the gate, by the address of their storage.
-    ``promises_all``: so do all others. ``watched`` are tensors that are not read later, and whose
-    versions tell of a change of others.
+    ``owners`` are tensors that stay as they are until the gate. ``promises_all``: so do all others.
+    ``watched`` are tensors that are not read later, and whose versions tell of a change of others.
     """
 
-    owners: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    owners: Owners = field(default_factory=Owners)
     promises_all: bool = True
     tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
     watched: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
@@ -46,7 +45,7 @@ class Held:
         """True if nobody promised that this tensor of the trainer stays until the gate."""
         if self.promises_all or not self.owners:
             return not self.promises_all
-        return storage_of(tensor) not in self.owners
+        return not self.owners.of(tensor)
 
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> bool:
         """Keep ``read``. True if the trainer's tensor has its memory; what is promised is watched."""
@@ -65,10 +64,10 @@ class Held:
         Torch counts a change for a DTensor or for its local part, and not for other DTensors.
         """
         if not self.may_change(memory):
-            owner = self.owners.get(storage_of(memory) or 0, tensor)
+            owners = [owner for owner in self.owners.of(memory) if owner is not tensor]
             # The host's copies end before those of an accelerator, of which these tensors tell, too.
             watched = self.watched if self.device is None else self.device.watched
-            for each in (tensor, owner) if owner is not tensor else (tensor,):
+            for each in (tensor, *owners):
                 watched.append((name, each, version_of(each)))
                 if (local := local_of(each)) is not each:
                     watched.append((name, local, version_of(local)))
@@ -95,7 +94,7 @@ class Held:
         if self.device is not None:
             self.device.let_go()
         self.tensors, self.watched, self.copies = [], [], []
-        self.owners, self.device, self.gone = {}, None, True
+        self.owners, self.device, self.gone = Owners(), None, True
 
 
 class _Staged(NamedTuple):

@@ -6,7 +6,9 @@ where it lies: other tensors may use the rest.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -57,6 +59,44 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+class Owners:
+    """Tensors that stay as they are until the gate. Others may lie in the same storage, and may not."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._alone: dict[int, list[torch.Tensor]] = {}  # those with all of a storage: nearly all
+        self._parts: dict[int, list[tuple[int, int, torch.Tensor]]] = {}  # the bytes that each has
+        for tensor in tensors:
+            place, local = storage_of(tensor), local_of(tensor)
+            if not place:  # an empty tensor has no memory
+                continue
+            if local.is_contiguous() and local.nbytes == local.untyped_storage().nbytes():
+                self._alone[place] = [tensor]
+            else:
+                self._parts.setdefault(place, []).append((*span_of(local), tensor))
+        for owners in self._parts.values():
+            owners.sort(key=itemgetter(0))
+
+    def __bool__(self) -> bool:
+        return bool(self._alone or self._parts)
+
+    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Those in whose memory all of ``tensor`` lies; none if nobody promised all of that."""
+        place = storage_of(tensor) or 0
+        alone = self._alone.get(place)
+        if alone is not None or place not in self._parts:
+            return alone or []
+        owners, found = self._parts[place], []
+        first, last = extent_of(local_of(tensor))
+        at = bisect_right(owners, first, key=itemgetter(0)) - 1
+        while 0 <= at < len(owners) and owners[at][0] <= first < last:
+            _, end, owner = owners[at]
+            if first < end:
+                first = end
+                found.append(owner)
+            at += 1
+        return found if first >= last else []
+
+
 def move_to_shared_memory(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:
     """Move tensors on the CPU into one new segment, in place; None if there are none to move.
 
@@ -96,7 +136,7 @@ def _is_movable(tensor: torch.Tensor) -> bool:
 
 def _covers(tensors: list[torch.Tensor]) -> bool:
     """True if these tensors use all bytes of their storage: none is left for others."""
-    spans = sorted(_span(tensor) for tensor in tensors)
+    spans = sorted(span_of(tensor) for tensor in tensors)
     end = 0
     for first, last in spans:
         if first > end:
@@ -105,13 +145,19 @@ def _covers(tensors: list[torch.Tensor]) -> bool:
     return end == tensors[0].untyped_storage().nbytes()
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor uses, without gaps; none if it has gaps."""
-    used = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() != used:
-        return (0, 0)
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from a tensor's first to its last, with the gaps between them."""
     first = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.numel() == 0:
+        return (first, first)
+    used = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (first, first + int(used) * tensor.itemsize)
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor uses, without gaps; none if it has gaps."""
+    first, last = extent_of(tensor)
+    return (first, last) if last - first == tensor.nbytes else (0, 0)
 
 
 def _move(tensors: list[torch.Tensor], memory: torch.Tensor) -> None:

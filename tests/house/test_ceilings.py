@@ -24,7 +24,7 @@ LINES = MappingProxyType(
         "cli": 2000,
         "coordinator": 2230,
         "core": 7250,
-        "dcp": 5560,
+        "dcp": 5590,
         "demo": 1030,
         "disk": 4890,
         "follow": 1210,

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptfsm.dcp.driver import StateDraft, StateDriver
 from ckptfsm.dcp.gate import GatedMemory
+from ckptfsm.dcp.shared_memory import Owners
 from ckptfsm.dcp.state_format import DriverOptions
 
 WIDTH = 256  # of a layer, whose weight is larger than what is copied at once
@@ -127,4 +128,23 @@ def test_an_optimizer_with_moments_without_memory_can_be_attached() -> None:
     parameter = next(iter(job.optimizer.state))
     job.optimizer.state[parameter]["quantized"] = Wrapped(torch.ones(3))
     promise.attach(job.optimizer, job.optimizer.register_step_pre_hook(print))
-    assert not promise.promises_all and len(promise.owners()) > 3
+    owners = promise.owners()
+    assert not promise.promises_all
+    assert all(owners.of(tensor)[0] is tensor for tensor in job.model.parameters())
+
+
+def test_a_promise_is_for_the_bytes_of_an_owner_alone() -> None:
+    """Catches: a neighbour in the storage of an attached parameter that is read behind ``save``; a part
+    of a parameter that is copied."""
+    flat = torch.zeros(40)
+    parts = first, second, last, comb = (
+        flat[:5],
+        flat[5:10],
+        flat[20:30],
+        flat[30:].view(5, 2)[:, 0],
+    )
+    owners = Owners([*reversed(parts), torch.empty(0)])
+    for owned, by in ((flat[2:4], [first]), (flat[20:30], [last]), (flat[3:10], [first, second])):
+        assert [id(owner) for owner in owners.of(owned)] == [id(tensor) for tensor in by]
+    nobodys = (flat, flat[6:15], flat[10:20], flat[15:25], flat[25:35], comb, flat[31:32])
+    assert not any(map(owners.of, (*nobodys, torch.zeros(10), Wrapped(torch.ones(3)))))

@@ -31,6 +31,7 @@ from ckptfsm.dcp.blobs import Templates  # noqa: E402
 from ckptfsm.dcp.checkpoint_manager import GroupWorker  # noqa: E402
 from ckptfsm.dcp.device_copies import DeviceCopies  # noqa: E402
 from ckptfsm.dcp.images import Held  # noqa: E402
+from ckptfsm.dcp.shared_memory import Owners  # noqa: E402
 from ckptfsm.dcp.state_format import Staging  # noqa: E402
 from ckptfsm.dcp.torch_file import (  # noqa: E402
     TorchFile,
@@ -368,7 +369,7 @@ def test_memory_that_others_may_change_is_copied():
 def test_a_state_that_nobody_promised_is_read_early():
     """Catches: the trainer's memory that is read after ``save``, without a promise that it stays."""
     promised, other = torch.arange(LARGE), torch.arange(LARGE)
-    held = Held({promised.untyped_storage().data_ptr(): promised}, promises_all=False)
+    held = Held(Owners([promised]), promises_all=False)
     part = staged([promised, other], held)
     assert [memory.early for memory in memory_of(part)] == [False, True]
 

@@ -78,9 +78,12 @@ def is_lent(manager: CheckpointManager) -> bool:
 
 
 @pytest.mark.parametrize("engine", ["auto", "gated"])
-def test_what_no_optimizer_owns_may_change_behind_a_save(tmp_path: Path, engine):
+@pytest.mark.parametrize("flat", [False, True])
+def test_what_no_optimizer_owns_may_change_behind_a_save(tmp_path: Path, engine, flat):
     """Catches: an average of the weights, or a buffer of a BatchNorm, that is torn by a change before
-    the optimizer's next step; a save that fails for a change which nobody promised to hold back."""
+    the optimizer's next step, also where it lies in one storage with the weights; a save that fails for
+    a change which nobody promised to hold back."""
+    changes = {name: change for name, change in CHANGES.items() if not flat or name != "storage"}
     weight, ema = torch.nn.Parameter(torch.rand(SIZE)), torch.nn.Parameter(torch.rand(SIZE))
     optimizer = torch.optim.SGD([weight], lr=0.1)
 
@@ -90,7 +93,9 @@ def test_what_no_optimizer_owns_may_change_behind_a_save(tmp_path: Path, engine)
     with CheckpointManager(tmp_path / "root", engine=engine) as manager:
         wait_for_process(manager)
         hook = manager.attach(optimizer)
-        for step, change in enumerate(CHANGES.values(), start=1):
+        for step, change in enumerate(changes.values(), start=1):
+            if flat:
+                weight.data, ema.data = torch.cat([weight.detach(), ema.detach()]).split(SIZE)
             wanted = [each.detach().clone() for each in (weight, ema)]
             handle = manager.save(step, both())
             assert is_lent(manager)  # the weight
