@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from benchmarks.comparison import OURS, WITH_TARGETS
 from benchmarks.engines import compare
 from benchmarks.measure import Figure, Options
 from benchmarks.sides import ManagerSide, Side, StockSide
@@ -161,10 +162,11 @@ def _sides(work: Path) -> Iterator[list[Side]]:
             theirs = TorchCheckpointingSide(work / "torch_checkpointing")
             stack.callback(theirs.close)
             sides.append(theirs)
-        for engine in ("eager", "gated"):
+        for engine in WITH_TARGETS:
             root = work / engine
             manager = CheckpointManager(root, retention=LatestN(1), engine=engine)
-            sides.append(ManagerSide(root, stack.enter_context(manager), f"ckptfsm {engine}"))
+            opened, gate = stack.enter_context(manager), engine == "auto"
+            sides.append(ManagerSide(root, opened, f"{OURS}{engine}", gate=gate))
         yield sides
 
 
