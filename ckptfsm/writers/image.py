@@ -229,8 +229,6 @@ class ImagePart(PartJob):
                 except BaseException as error:  # no thread for a file: the others need its buffers
                     source.cancel(self.images, error)
                     raise
-        for directory in self.made:
-            storage.fsync_dir(join(location, directory))
         return Written(files, self.rows)
 
     def _write_one(
