@@ -10,7 +10,8 @@ import torch
 
 from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.dcp.shared_memory import Owners, move_to_shared_memory, tensors_of
+from ckptfsm.dcp.images import Owners
+from ckptfsm.dcp.shared_memory import move_to_shared_memory, tensors_of
 from ckptfsm.writers.write_engine import WriteEngine
 
 

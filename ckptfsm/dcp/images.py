@@ -7,9 +7,11 @@ memory until the writer reads it. An accelerator's tensor is read from its copy 
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,48 @@ from ckptfsm.core.images import SMALL_BYTES, Image, Literal, Memory, Piece, imag
 from ckptfsm.core.layout import join
 from ckptfsm.dcp.blobs import Templates
 from ckptfsm.dcp.device_copies import StateCopy, version_of
-from ckptfsm.dcp.shared_memory import Owners, local_of
+from ckptfsm.dcp.shared_memory import extent_of, local_of, span_of, storage_of
 
 Bucket = Sequence[tuple[WriteItem, Any]]
 Row = tuple[object, ...]
+
+
+class Owners:
+    """Tensors that stay as they are until the gate. Others may lie in the same storage, and may not."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._alone: dict[int, list[torch.Tensor]] = {}  # those with all of a storage: nearly all
+        self._parts: dict[int, list[tuple[int, int, torch.Tensor]]] = {}  # the bytes that each has
+        for tensor in tensors:
+            place, local = storage_of(tensor), local_of(tensor)
+            if not place:  # an empty tensor has no memory
+                continue
+            if local.is_contiguous() and local.nbytes == local.untyped_storage().nbytes():
+                self._alone[place] = [tensor]
+            else:
+                self._parts.setdefault(place, []).append((*span_of(local), tensor))
+        for owners in self._parts.values():
+            owners.sort(key=itemgetter(0))
+
+    def __bool__(self) -> bool:
+        return bool(self._alone or self._parts)
+
+    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Those in whose memory all of ``tensor`` lies; none if nobody promised all of that."""
+        place = storage_of(tensor) or 0
+        alone = self._alone.get(place)
+        if alone is not None or place not in self._parts:
+            return alone or []
+        owners, found = self._parts[place], []
+        first, last = extent_of(local_of(tensor))
+        at = bisect_right(owners, first, key=itemgetter(0)) - 1
+        while 0 <= at < len(owners) and owners[at][0] <= first < last:
+            _, end, owner = owners[at]
+            if first < end:
+                first = end
+                found.append(owner)
+            at += 1
+        return found if first >= last else []
 
 
 @dataclass(slots=True)

@@ -6,9 +6,7 @@ where it lies: other tensors may use the rest.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -57,44 +55,6 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return int(local_of(tensor).untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):  # a wrapper, as of quantized moments
         return None
-
-
-class Owners:
-    """Tensors that stay as they are until the gate. Others may lie in the same storage, and may not."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._alone: dict[int, list[torch.Tensor]] = {}  # those with all of a storage: nearly all
-        self._parts: dict[int, list[tuple[int, int, torch.Tensor]]] = {}  # the bytes that each has
-        for tensor in tensors:
-            place, local = storage_of(tensor), local_of(tensor)
-            if not place:  # an empty tensor has no memory
-                continue
-            if local.is_contiguous() and local.nbytes == local.untyped_storage().nbytes():
-                self._alone[place] = [tensor]
-            else:
-                self._parts.setdefault(place, []).append((*span_of(local), tensor))
-        for owners in self._parts.values():
-            owners.sort(key=itemgetter(0))
-
-    def __bool__(self) -> bool:
-        return bool(self._alone or self._parts)
-
-    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Those in whose memory all of ``tensor`` lies; none if nobody promised all of that."""
-        place = storage_of(tensor) or 0
-        alone = self._alone.get(place)
-        if alone is not None or place not in self._parts:
-            return alone or []
-        owners, found = self._parts[place], []
-        first, last = extent_of(local_of(tensor))
-        at = bisect_right(owners, first, key=itemgetter(0)) - 1
-        while 0 <= at < len(owners) and owners[at][0] <= first < last:
-            _, end, owner = owners[at]
-            if first < end:
-                first = end
-                found.append(owner)
-            at += 1
-        return found if first >= last else []
 
 
 def move_to_shared_memory(tensors: Iterable[torch.Tensor]) -> SharedSegment | None:

@@ -15,6 +15,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
+from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, NotPermitted, StorageError
 from ckptfsm.core.layout import DIRECTORIES, join
 from ckptfsm.core.ports import FileKind, FileStat, Storage
@@ -245,13 +246,14 @@ def fsync_tree_files(storage: Storage, directory: str) -> None:
             fsync_existing(storage, f"{directory}/{name}")
 
 
-def fsync_dirs_of(storage: Storage, directory: str, names: Iterable[str]) -> None:
-    """fsync ``directory`` and the directories below it in which ``names`` lie, deepest first.
+def fsync_dirs_of(storage: Storage, directory: str, files: Iterable[FileEntry]) -> None:
+    """fsync ``directory`` and the directories below it in which ``files`` lie, deepest first.
 
     Nothing is listed: a shared directory may have the files of thousands of ranks.
     """
     found = {""}
-    for inner in {parent_of(name) for name in names}:
+    for entry in files:
+        inner = parent_of(entry.name)
         while inner not in found:
             found.add(inner)
             inner = parent_of(inner)

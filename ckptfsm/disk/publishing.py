@@ -110,7 +110,7 @@ class Publisher:
         sweep_attempt(self.storage, directory, assembly.left_over())
         manifest = encode_sealed(assembly.manifest())
         # A manifest must not survive a power loss that takes names which it lists (I3).
-        fsync_dirs_of(self.storage, directory, (entry.name for entry in assembly.files))
+        fsync_dirs_of(self.storage, directory, assembly.files)
         self.check_epoch()
         if checkpoint.in_place:
             self._commit_in_place(checkpoint, directory, manifest)

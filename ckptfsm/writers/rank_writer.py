@@ -127,7 +127,7 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
 
     Raises ``StorageError`` if the directory now belongs to another attempt: this job is fenced.
     """
-    fsync_dirs_of(storage, job.location, (entry.name for entry in result.files))
+    fsync_dirs_of(storage, job.location, result.files)
     make_dirs(storage, f"{RECEIPTS}/{part.name}", base=job.location)
     receipt = Receipt(
         step=job.of.step,

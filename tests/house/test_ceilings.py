@@ -26,7 +26,7 @@ LINES = MappingProxyType(
         "core": 7250,
         "dcp": 5590,
         "demo": 1030,
-        "disk": 4890,
+        "disk": 4900,
         "follow": 1210,
         "integrations": 5620,
         "megatron": 2100,
@@ -39,7 +39,7 @@ LINES = MappingProxyType(
 )
 WORDS, PAGES = 60_500, 63  # of Markdown in docs and specs
 # Functions and files of the library that a save runs through, in the process of the trainer.
-UNTIL_RETURNED, UNTIL_PRUNED = (362, 65), (544, 80)
+UNTIL_RETURNED, UNTIL_PRUNED = (362, 65), (545, 80)
 HOPS_RUNS = 3  # a busy machine has a slow writer process, of which more functions are seen
 
 

@@ -196,7 +196,7 @@ def unreadable_manifest_is_none(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(evidence, "read_commit", read_commit)
 
 
-KILLED = Site("save_track_prune", 205, "kill", recovery=processes.NEVER, reads=True)
+KILLED = Site("save_track_prune", 209, "kill", recovery=processes.NEVER, reads=True)
 LATEST = ("read", "iter_0000002/.ckptfsm/manifest.json", "EIO", KILLED)
 
 

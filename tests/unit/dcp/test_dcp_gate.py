@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptfsm.dcp.driver import StateDraft, StateDriver
 from ckptfsm.dcp.gate import GatedMemory
-from ckptfsm.dcp.shared_memory import Owners
+from ckptfsm.dcp.images import Owners
 from ckptfsm.dcp.state_format import DriverOptions
 
 WIDTH = 256  # of a layer, whose weight is larger than what is copied at once

@@ -30,8 +30,7 @@ from ckptfsm.dcp import images, torch_file  # noqa: E402
 from ckptfsm.dcp.blobs import Templates  # noqa: E402
 from ckptfsm.dcp.checkpoint_manager import GroupWorker  # noqa: E402
 from ckptfsm.dcp.device_copies import DeviceCopies  # noqa: E402
-from ckptfsm.dcp.images import Held  # noqa: E402
-from ckptfsm.dcp.shared_memory import Owners  # noqa: E402
+from ckptfsm.dcp.images import Held, Owners  # noqa: E402
 from ckptfsm.dcp.state_format import Staging  # noqa: E402
 from ckptfsm.dcp.torch_file import (  # noqa: E402
     TorchFile,

@@ -13,6 +13,7 @@ from roots import (
 )
 
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import (
     DamagedRoot,
     StorageError,
@@ -326,7 +327,8 @@ def test_walk_files_and_fsync_tree(storage, monkeypatch):
     durable.fsync_tree_dirs(seen, "d")
     assert [path for _, path in seen.calls] == ["d/a/b", "d/a", "d"]
     seen.calls.clear()
-    durable.fsync_dirs_of(seen, "d", ["1", "a/b/3"])
+    files = [FileEntry(name=name, bytes=3) for name in ("1", "a/b/3")]
+    durable.fsync_dirs_of(seen, "d", files)
     assert [path for _, path in seen.calls] == ["d/a/b", "d/a", "d"]
 
 
