@@ -60,7 +60,9 @@ def short_figures(
         title = f"stall, {workload.title}, {name}"
         figures.append(in_unit(title, "ms", MS, stalls))
         if name != "stock":
-            figures.append(over(f"{title} / stock", stalls, fastest_s, targets.get(name)))
+            figures.append(
+                over(f"{title} / stock", stalls, fastest_s, targets.get(name.removeprefix(OURS)))
+            )
         figures.append(in_unit(f"until loadable, {workload.title}, {name}", "ms", MS, loadable))
     return figures
 
@@ -85,7 +87,6 @@ def full_figures(workload: Workload, samples: Mapping[str, Sequence[Sample]]) ->
         for (name, work_s), target in _STALL_TARGETS.items()
         if work_s == workload.work_s
     }
-    targets |= {f"{OURS}{name}": target for name, target in targets.items()}
     figures = short_figures(workload, times, targets)
     fastest_s = min(sample.loadable_s for sample in samples["stock"])
     least_cpu_s = min(sample.cpu_s for sample in samples["stock"])

@@ -34,7 +34,7 @@ def parent_of(path: str) -> str:
 
 def is_temporary(path: str) -> bool:
     """True for the name of a file that ``put`` renames once it is whole."""
-    return TEMPORARY in path and TEMPORARY in path.rpartition("/")[2]
+    return TEMPORARY in path.rpartition("/")[2]
 
 
 def write_all(

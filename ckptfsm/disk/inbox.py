@@ -18,7 +18,7 @@ from ckptfsm.core.documents import Answered, Asked, decode, encode
 from ckptfsm.core.errors import CkptFsmError, describe, shorten
 from ckptfsm.core.layout import ANSWERS, INBOX, answer_name, parse_request, request_name
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dir, put
+from ckptfsm.disk.durable import is_temporary, list_names, lookup, make_dir, put
 from ckptfsm.disk.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
@@ -138,5 +138,5 @@ class Inbox:
         for directory in (INBOX, ANSWERS):
             for name in list_names(self.storage, directory):
                 is_answer = directory == ANSWERS and parse_request(name) is not None
-                if TEMPORARY in name or is_answer:
+                if is_temporary(name) or is_answer:
                     yield f"{directory}/{name}"

@@ -31,7 +31,7 @@ from ckptfsm.core.evidence import is_whole, why_not_whole
 from ckptfsm.core.layout import LAYOUTS, OWN, READERS, LayoutName, parse_reader
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, is_refused, list_names, lookup, put, storage_error
+from ckptfsm.disk.durable import is_refused, is_temporary, list_names, lookup, put, storage_error
 from ckptfsm.disk.inspection import inspect_published, read_commit
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.trash import remove_marker
@@ -256,7 +256,7 @@ class ReaderLeases:
         seen: dict[str, tuple[bytes, float]] = {}
         for name in list_names(self._storage, READERS):
             path = f"{READERS}/{name}"
-            is_lease = parse_reader(name) is not None or TEMPORARY in name  # or a half-written one
+            is_lease = parse_reader(name) is not None or is_temporary(name)  # or a half-written one
             if not is_lease or path in self._held:
                 continue  # one that is held: the reader is this process, which lives
             try:

@@ -21,7 +21,7 @@ from ckptfsm.core.layout import PRIVATE, RECEIPTS, receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Identity, PartJob, RankJob
 from ckptfsm.core.retention import CheckpointInfo, Policy, immutable
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
+from ckptfsm.disk.durable import TEMPORARY, is_temporary, list_names, lookup, make_dirs, walk_files
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import Crash, ProcessDead, SimDisk, SimStorage
@@ -182,7 +182,7 @@ def _refuse_name(name: str, *, planned: bool) -> None:
     Only a ``planned`` part, which has results, may write the file that its ranks share.
     """
     last = name.rpartition("/")[2]
-    if TEMPORARY in last:
+    if is_temporary(name):
         raise Unsound(f"{name}: files with {TEMPORARY!r} in their name are swept away")
     for each in FORMATS.values():
         if last in (PRIVATE, *each.metadata) or (last == each.common and not planned):
