@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import SaveRefused, describe, name_ranks
 from ckptfsm.core.images import SMALL_BYTES
 from ckptfsm.core.parts import Planned
@@ -191,7 +190,6 @@ def _own_key(name: str, rank: int) -> str:
     return f"{name}.rank_{rank}"
 
 
-@collection_paused()
 def merge_plans(part: str, summaries: Mapping[int, DcpSummary], ranks_saving: int) -> Planned:
     """DCP's metadata of all ranks' plans, and which of its items each rank writes.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.parts import Planned
 
@@ -34,6 +35,7 @@ class PlanExchange:
         self._candidates: dict[str, bytes] = {}
         self._merged: tuple[tuple[str, ...], Mapping[str, Planned]] = ((), {})
 
+    @collection_paused()
     def summary_of(self, plans: Mapping[str, Any]) -> Summary:
         """The plans by their parts, as they are sent. They are pickled again only if one is new."""
         found = list(plans.items())
@@ -58,6 +60,7 @@ class PlanExchange:
         """See ``ports.Driver``."""
         self._accepted = ""
 
+    @collection_paused()
     def merge(self, summaries: Sequence[Summary], merge_part: MergePart) -> Mapping[str, Planned]:
         """At rank 0: what ``merge_part`` makes of a part's plans, by rank. Raises ``SaveRefused``.
 
